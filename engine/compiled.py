@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from engine.fused_projections import product, quantized_product
+from engine.fused_projections import four_bit_product, product, quantized_product
 from engine.kernels.best_few import best_few
 
 aten = torch.ops.aten
@@ -43,6 +43,7 @@ class OwnOperators(CustomGraphPass):
             aten._unsafe_view.default,
             product,
             quantized_product,
+            four_bit_product,
         }
     )
 

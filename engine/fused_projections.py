@@ -16,10 +16,13 @@ import itertools
 import torch
 from torch import nn
 
+from engine.kernels.nibble_product import MAX_ROWS as MAX_NIBBLE_ROWS
+from engine.kernels.nibble_product import PART_TILES, nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import few_rows_product, written_out
 from engine.kernels.round_rows import round_rows
 from engine.kernels.thin_product import MAX_ROWS, thin_product
+from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
 from engine.quantized_linear import SHARED_INPUTS, QuantizedLinear, stacked_layer
 from engine.quantized_weight import are_alike, widened
@@ -70,20 +73,53 @@ class QuantizedProduct(nn.Module):
 
     def __init__(self, layer: QuantizedLinear) -> None:
         super().__init__()
-        weight = widened(layer.quantized)
-        self.register_buffer("levels", weight.levels.contiguous(), persistent=False)
-        self.register_buffer("scales", weight.scales.contiguous(), persistent=False)
-        zeros = None if weight.zeros is None else weight.zeros.contiguous()
-        self.register_buffer("zeros", zeros, persistent=False)
-        self.group = weight.group
-        self.bias = layer.bias
+        weight, self.bias = layer.quantized, layer.bias
+        self.is_four_bits = fits_nibbles(weight)
+        parts: tuple[torch.Tensor | None, ...]
+        if self.is_four_bits:
+            nibbles = in_nibbles(weight)
+            parts = nibbles.levels, nibbles.grid, None
+            self.sizes = nibbles.units_per_group, nibbles.in_features
+            counters = torch.zeros(PART_TILES, dtype=torch.int32, device=nibbles.levels.device)
+            self.register_buffer("counters", counters, persistent=False)
+        else:
+            weight = widened(weight)
+            zeros = None if weight.zeros is None else weight.zeros.contiguous()
+            parts = weight.levels.contiguous(), weight.scales.contiguous(), zeros
+            self.group = weight.group
+        for name, part in zip(("levels", "scales", "zeros"), parts, strict=True):
+            self.register_buffer(name, part, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         num_rows = hidden.shape[:-1].numel()
         rows = hidden.reshape(num_rows, hidden.shape[-1])
-        output: torch.Tensor = quantized_product(rows, self.levels, self.scales, self.zeros, self.group)
+        output: torch.Tensor
+        if self.is_four_bits:
+            output = four_bit_product(rows, self.levels, self.scales, self.counters, *self.sizes)
+        else:
+            output = quantized_product(rows, self.levels, self.scales, self.zeros, self.group)
         output = output.view(*hidden.shape[:-1], output.shape[-1])
         return output if self.bias is None else output + self.bias
+
+
+def _like_nibbles(rows: torch.Tensor, levels: torch.Tensor, *_: object) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], levels.shape[1]))
+
+
+@opaque(_like_nibbles)
+def four_bit_product(
+    rows: torch.Tensor,
+    levels: torch.Tensor,
+    grid: torch.Tensor,
+    counters: torch.Tensor,
+    units_per_group: int,
+    in_features: int,
+) -> torch.Tensor:
+    """Return rows @ weight.T of a weight of four bits, the fields of `Nibbles`. Opaque, as `product`."""
+    weight = Nibbles(levels, grid, units_per_group, in_features)
+    if rows.shape[0] <= MAX_NIBBLE_ROWS and (rows.dtype != torch.float32 or not rows.is_cuda):
+        return nibble_product(rows, weight, counters)
+    return torch.mm(rows, written_out_nibbles(weight, rows.dtype).t())
 
 
 @opaque(_like_rows)

@@ -10,7 +10,7 @@ One H100 (3.0 TB/s), torch 2.11, triton 3.6; bfloat16 / this kernel on int8 / `t
     28,672 x 4,096, us   79/46/54  84/48/50  86/75/49  88/92/51  104/236/59
     4,096 x 14,336, us   43/37/37  45/38/37  46/44/37  48/63/37   60/127/38
 
-Levels of four bits that were unpacked in the same way took 78 and 129 us at one row, more than bfloat16.
+Levels of four bits have a kernel of their own (`nibble_product.py`).
 """
 
 from __future__ import annotations
