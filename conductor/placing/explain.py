@@ -1,14 +1,15 @@
 """Explanations: why a request went where it went, and whether it went as predicted.
 
 The last `MAX_KEPT` decisions are kept in memory, and for an hour those that somebody will ask about: the
-slowest, those that missed a bound, those that were rejected, `MAX_NOTABLE` of each. What is shown of one is
-worked out when it is asked for, from the recorded decision by the scheduler's own functions: keeping costs a
-request little, and an explanation cannot differ from what was done.
+slowest, those that missed a bound, those that were rejected, `MAX_NOTABLE` of each at least. What is shown of
+one is worked out when it is asked for, from the recorded decision by the scheduler's own functions: keeping
+costs a request little, and an explanation cannot differ from what was done.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import islice
 from math import inf
 from typing import Any, Protocol
@@ -164,14 +165,10 @@ class Decisions:
             if not _is_of(kind, kept):
                 continue
             notable[request_id] = kept
-            while notable:
-                oldest = next(iter(notable))
-                is_old = notable[oldest].made.decided_at_s <= now_s - NOTABLE_S
-                if not is_old and len(notable) <= MAX_NOTABLE:
-                    break
-                if not is_old and kind == "slowest":
-                    oldest = min(notable, key=lambda each: notable[each].ttft_s)
-                del notable[oldest]
+            while (oldest := next(iter(notable.items())))[1].made.decided_at_s <= now_s - NOTABLE_S:
+                del notable[oldest[0]]
+            if len(notable) > 2 * MAX_NOTABLE:
+                self._notable[kind] = _most_notable(kind, notable)
 
     def _explained(self, kept: _KeptDecision, begun_at_s: float) -> dict[str, Any]:
         """Return one attempt, which began to wait at `begun_at_s`."""
@@ -196,6 +193,15 @@ class Decisions:
             if isinstance(made.result, Placement):
                 shown["predicted_over_actual"] = _compared(made, made.result, actual)
         return shown
+
+
+def _most_notable(kind: str, notable: dict[RequestId, _KeptDecision]) -> dict[RequestId, _KeptDecision]:
+    """Return the `MAX_NOTABLE` slowest, or the newest of another kind, the oldest first."""
+    kept = list(notable.values())[-MAX_NOTABLE:]
+    if kind == "slowest":
+        kept = nlargest(MAX_NOTABLE, notable.values(), key=lambda each: each.ttft_s)
+    names = {each.made.asked.request_id for each in kept}
+    return {name: each for name, each in notable.items() if name in names}
 
 
 def _is_of(kind: str, kept: _KeptDecision) -> bool:
