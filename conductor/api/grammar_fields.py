@@ -40,11 +40,18 @@ def json_schema(schema: Any) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, source)
 
 
-def choice_grammar(texts: list[str]) -> Grammar:
-    """Return the grammar of an answer that is one of these texts."""
-    return Grammar(
+def choice_grammar(texts: list[str], param: str) -> AskedGrammar:
+    """Return the grammar of an answer that is one of these texts.
+
+    Raises InvalidRequestError, before it copies any, where they are longer together than a grammar may be.
+    """
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"{param}: at most {MAX_GRAMMAR_CHARS} characters, not {num_chars}", param)
+    grammar = Grammar(
         GrammarKind.LARK, "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     )
+    return AskedGrammar(grammar, param)
 
 
 def _schema_text(value: Any) -> Any:
@@ -134,12 +141,12 @@ class GrammarFields(StrictBody):
             _written(GrammarKind.JSON_SCHEMA, outputs.schema_text, f"{under}json"),
             _written(GrammarKind.REGEX, outputs.regex, f"{under}regex"),
             _written(GrammarKind.LARK, outputs.grammar, f"{under}grammar"),
-            AskedGrammar(choice_grammar(outputs.choice), f"{under}choice") if outputs.choice else None,
+            choice_grammar(outputs.choice, f"{under}choice") if outputs.choice else None,
             AskedGrammar(JSON_OBJECT, f"{under}json_object") if outputs.json_object else None,
             _written(GrammarKind.JSON_SCHEMA, self.guided_json, "guided_json"),
             _written(GrammarKind.REGEX, self.guided_regex, "guided_regex"),
             _written(GrammarKind.LARK, self.guided_grammar, "guided_grammar"),
-            AskedGrammar(choice_grammar(self.guided_choice), "guided_choice") if self.guided_choice else None,
+            choice_grammar(self.guided_choice, "guided_choice") if self.guided_choice else None,
         ]
 
 

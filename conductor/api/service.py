@@ -309,7 +309,7 @@ def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:
         case "lark":
             return Grammar(GrammarKind.LARK, given.lark)
         case "choices":
-            return choice_grammar(list(given.choices.texts))
+            return choice_grammar(list(given.choices.texts), "grammar.choices").grammar
         case _:
             raise InvalidRequestError(
                 "grammar: one of json_schema, regex, lark and choices is wanted", "grammar"

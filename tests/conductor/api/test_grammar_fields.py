@@ -1,14 +1,16 @@
 """Every way to ask for a form of the answer, over HTTP and gRPC, and what is said of a bad one."""
 
 import json
+import tracemalloc
 from contextlib import asynccontextmanager
 
 import grpc
 import httpx
 import pytest
 
+from base.errors import InvalidRequestError
 from base.request import Grammar, GrammarKind
-from conductor.api.grammar_fields import JSON_OBJECT
+from conductor.api.grammar_fields import JSON_OBJECT, choice_grammar
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 from tests.conductor.fakes import MODEL, serving, spoken
@@ -50,6 +52,7 @@ REFUSED = [
     ({"guided_json": '{"type":'}, "guided_json", "EOF"),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "NoExtension"),
     ({"guided_regex": "a" * 200_000}, "guided_regex", "at most"),
+    ({"guided_choice": ["a" * 100_000] * 2}, "guided_choice", "at most 131072 characters, not 200000"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "guided_json and guided_regex"),
 ]
 
@@ -135,12 +138,25 @@ async def test_grpc_has_the_same_forms(model):
             pb.Grammar(),
             pb.Grammar(regex="(a"),
             pb.Grammar(choices=pb.Choices(texts=["a"] * 5000)),
+            pb.Grammar(choices=pb.Choices(texts=["a" * 200_000])),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await ask(given)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "grammar" in refused.value.details()
         assert len(api.dispatcher.requests) == len(forms)
+
+
+def test_choices_that_are_too_long_are_refused_without_a_copy():
+    texts = ["a", "\N{GRINNING FACE}" * 1_000_000]
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError, match="at most"):
+            choice_grammar(texts, "guided_choice")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100_000
 
 
 async def test_a_schema_keeps_the_order_of_its_properties(model):
