@@ -23,6 +23,8 @@ from conductor.api.strict_body import StrictBody
 MAX_CHOICE_TEXTS = 4_096
 MAX_SCHEMA_KEYS = 4_096
 """Members of a schema itself; those within are bounded with its length."""
+MAX_SCHEMA_VALUES = MAX_GRAMMAR_CHARS // 2
+"""Each takes a character and a comma at least."""
 JSON_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 """The grammar of any JSON object."""
 
@@ -58,11 +60,26 @@ def _schema_text(value: Any) -> Any:
     """Return a schema as JSON; a text is taken to be that already."""
     if isinstance(value, dict) and len(value) > MAX_SCHEMA_KEYS:
         raise PydanticCustomError("too_long", f"at most {MAX_SCHEMA_KEYS} members, not {len(value)}")
+    if _has_more_values(value):
+        raise PydanticCustomError("too_long", f"at most {MAX_SCHEMA_VALUES} values")
     try:
         text = value if isinstance(value, str) else json_schema(value).source
     except ValueError:
         raise PydanticCustomError("schema", "it has a number that JSON cannot say") from None
     return _short(text)
+
+
+def _has_more_values(schema: Any) -> bool:
+    """Return whether a schema has too many values to be written as one text: that takes 60 bytes for each."""
+    left, count = [schema], 0
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            count += len(value)
+            if count > MAX_SCHEMA_VALUES:
+                return True
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _short(text: Any) -> Any:
