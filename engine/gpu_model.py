@@ -6,7 +6,7 @@ weights have moved into fused products, and it runs in no other manner.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,6 +69,10 @@ class GpuModel:
             layers[-1].forward = LastLayer(layers[-1], compiled(keep_kv) if is_compiled else keep_kv)
         self.hooks = LayerHooks(layers, layer_groups)
         self.device: torch.device = model.device
+        self.row_states = torch.empty(0)
+        """The last hidden state behind each row of logits of the step that was queued last."""
+        self._states = torch.empty(0)
+        model.base_model.register_forward_hook(self._ended)
 
     @torch.no_grad()
     def make_plans(self, chunk_tokens: int, max_model_len: int) -> None:
@@ -100,7 +104,12 @@ class GpuModel:
             "paged": StepCall(memory, header, part, self._parts(views), rows),
         }
         keep = 0 if self._cuts_last_layer else rows
-        return run_stage(self._model, self._stage, token_ids[None], arguments, keep)
+        logits = run_stage(self._model, self._stage, token_ids[None], arguments, keep)
+        self.row_states = self._states if self._cuts_last_layer else self._states[rows]
+        return logits
+
+    def _ended(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._states = output[0][0]
 
     def _parts(self, views: StepViews[torch.Tensor]) -> torch.Tensor:
         """Return who reads what of the sequences of one token, which all layers share."""

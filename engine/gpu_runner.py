@@ -9,11 +9,15 @@ being copied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from base.config import EngineConfig
+from base.request import Pooling
 from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.drawing import Drawer, reached_on_stream
@@ -29,6 +33,14 @@ from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
 
 
+class StepEnd(NamedTuple):
+    """The rows that a step ends with, one for each sequence."""
+
+    logits: torch.Tensor
+    states: torch.Tensor
+    """Last hidden states, [num_rows, hidden_size]."""
+
+
 class GpuRunner(StepRunner):
     """Owns the model's steps on one GPU. Belongs to the device thread.
 
@@ -39,6 +51,7 @@ class GpuRunner(StepRunner):
     """
 
     max_steps = 2
+    poolings = (Pooling.LAST,)
 
     def __init__(
         self,
@@ -62,7 +75,7 @@ class GpuRunner(StepRunner):
         self._memory = torch.zeros(largest.size, dtype=torch.int32, device=model.device)
         self._last_tokens = torch.zeros(largest.num_rows, dtype=torch.int64, device=model.device)
         self._drawer = Drawer(self._memory, self._last_tokens)
-        self._logits: dict[StepShape, torch.Tensor] = {}
+        self._ended: dict[StepShape, StepEnd] = {}
         self._writers = [StepWriter(largest.size, block_size, pinned=True) for _ in range(2)]
         self._copied = [torch.Event("cuda") for _ in range(2)]
         self._rows_of: dict[Sequence, int] = {}
@@ -95,25 +108,40 @@ class GpuRunner(StepRunner):
             wait_for_prefixes(plan)
         else:
             self._model.hooks.begin(arrivals_of(plan))
-        logits = self._compute(shape, header, captured)
+        end = self._compute(shape, header, captured)
         groups = () if captured else self._model.hooks.end()
         rows = _rows(plan, shape)
         self._rows_of = dict(zip(plan.sampling, rows, strict=True))
-        return LaunchedStep(self._drawer.draw(plan, shape, logits, rows), groups)
+        states = self._pooled_states(plan, shape, end)
+        # Its mark comes behind the copy of the states.
+        resolve = self._drawer.draw(plan, shape, end.logits, rows)
+        return LaunchedStep(
+            resolve if states is None else partial(_with_states, plan, resolve, states), groups
+        )
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
         """Run this rank's share of a step that the first rank launches, which has waited for prefixes."""
         captured, header = bool(numbers[0]), numbers[1:]
         self._compute(StepShape(*header[:4].tolist()), header, captured)
 
-    def _compute(self, shape: StepShape, header: torch.Tensor, captured: bool) -> torch.Tensor:
-        """Compute what lies in the first rank's step memory; return the logits."""
+    def _pooled_states(self, plan: StepPlan, shape: StepShape, end: StepEnd) -> torch.Tensor | None:
+        """Begin to copy the states of the last tokens that are pooled to the host; None: there are none."""
+        rows = [row for row, entry in zip(_all_rows(plan, shape), plan.entries, strict=True) if entry.pooled]
+        if not rows:
+            return None
+        index = torch.tensor(rows, pin_memory=True).to(end.states.device, non_blocking=True)
+        states = end.states[index].float()
+        host = torch.empty(states.shape, pin_memory=True)
+        return host.copy_(states, non_blocking=True)
+
+    def _compute(self, shape: StepShape, header: torch.Tensor, captured: bool) -> StepEnd:
+        """Compute what lies in the first rank's step memory."""
         if self._group is not None:
             self._group.from_first(self._memory[: shape.size])
         if not captured:
             return self._run(shape, header)
         self._graphs.replay(shape)
-        return self._logits[shape]
+        return self._ended[shape]
 
     def _send(self, plan: StepPlan, shape: StepShape) -> None:
         writer, copied = self._writers[0], self._copied[0]
@@ -124,16 +152,16 @@ class GpuRunner(StepRunner):
         self._writers.reverse()
         self._copied.reverse()
 
-    def _run(self, shape: StepShape, header: torch.Tensor) -> torch.Tensor:
-        """Compute logits, and leave the token that each row samples in `_last_tokens`."""
+    def _run(self, shape: StepShape, header: torch.Tensor) -> StepEnd:
+        """Compute a step, and leave the token that each row samples in `_last_tokens`."""
         if self._group is not None:
             self._group.from_first(self._last_tokens)
         logits = self._model.forward(self._memory, shape, header, self._last_tokens)
         sample_rows(logits, carve(self._memory, shape).sampling, self._last_tokens)
-        return logits
+        return StepEnd(logits, self._model.row_states)
 
     def _run_captured(self, shape: StepShape) -> None:
-        self._logits[shape] = self._run(shape, step_header(shape))
+        self._ended[shape] = self._run(shape, step_header(shape))
 
 
 def _moved(wait: Callable[[], None]) -> StepResult:
@@ -142,11 +170,20 @@ def _moved(wait: Callable[[], None]) -> StepResult:
     return StepResult(())
 
 
+def _with_states(plan: StepPlan, resolve: Callable[[], StepResult], states: torch.Tensor) -> StepResult:
+    """Wait for a step some of whose entries are pooled; `states` are theirs."""
+    result = resolve()
+    rows = iter(states.numpy().astype(np.float64))
+    return replace(result, pooled=tuple(next(rows) if entry.pooled else None for entry in plan.entries))
+
+
+def _all_rows(plan: StepPlan, shape: StepShape) -> list[int]:
+    """Return the row of each entry."""
+    skipped = shape.num_single - plan.num_single
+    return [index if index < plan.num_single else index + skipped for index in range(len(plan.entries))]
+
+
 def _rows(plan: StepPlan, shape: StepShape) -> tuple[int, ...]:
     """Return the row of logits of each entry that samples."""
-    skipped = shape.num_single - plan.num_single
-    return tuple(
-        index if index < plan.num_single else index + skipped
-        for index, entry in enumerate(plan.entries)
-        if entry.samples
-    )
+    rows = zip(_all_rows(plan, shape), plan.entries, strict=True)
+    return tuple(row for row, entry in rows if entry.samples)

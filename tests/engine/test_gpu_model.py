@@ -59,6 +59,12 @@ def expected_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tenso
         return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1]
 
 
+def last_state(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        ids = torch.tensor([token_ids], device=model.device)
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -84,6 +90,8 @@ def test_chunks_singles_and_padding_in_one_step_give_the_logits_of_the_family(fa
     logits = run(model, last, StepShape(32, 4, 2, 8))
     for row, prompt in ((0, prompts[0]), (1, prompts[2]), (4, prompts[1])):
         torch.testing.assert_close(logits[row], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
+        state = last_state(reference, prompt)
+        torch.testing.assert_close(model.row_states[row], state, rtol=1e-3, atol=1e-4)
 
 
 def test_a_token_that_only_the_device_knows_is_taken_from_the_row_that_sampled_it() -> None:

@@ -9,7 +9,7 @@ import torch
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.grammar import Vocabulary
-from base.request import SamplingParams, StopParams
+from base.request import Pooling, SamplingParams, StopParams
 from engine.build import Engine, assemble_engine
 from engine.cuda_graph import MIXED_TOKENS, decode_ladder, mixed_ladder
 from engine.model import PagedModel
@@ -23,7 +23,7 @@ from tests.engine.grammars import (
     constrained_sequence,
     make_spelling_model,
 )
-from tests.engine.test_gpu_model import make_family
+from tests.engine.test_gpu_model import last_state, make_family
 
 GPU_FAMILIES = [
     "llama", "qwen3", "mistral", "gemma2", "phi", "gpt_oss", "mixtral", "deepseek_v2", "deepseek_v3"
@@ -86,6 +86,32 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
         same += got == expected[len(text) :]
         total += 1
     assert same == total
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_vectors_of_the_last_token_are_of_transformers_states_beside_sequences_that_decode(
+    family: str,
+) -> None:
+    engine, reference = make_engine(family)
+    texts = prompts(24, 1)
+    asked = [
+        make_sequence(f"{attempt}-{at}", text, 1, pooling=Pooling.LAST)
+        for attempt in range(2)
+        for at, text in enumerate(texts)
+    ]
+    others = [make_sequence(f"{at}-text", text, 9) for at, text in enumerate(texts[:8])]
+
+    async def run_twice() -> None:
+        await run_sequences(engine.loop, [*asked[: len(texts)], *others])
+        await run_sequences(engine.loop, asked[len(texts) :])
+
+    asyncio.run(run_twice())
+    for sequence in asked:
+        wanted = last_state(reference, sequence.token_ids).cpu()
+        found = torch.frombuffer(bytearray(sequence.vector()), dtype=torch.float32)
+        assert (found - wanted).norm() < 1e-3 * wanted.norm(), sequence.request_id
+    assert any(sequence.num_matched_tokens for sequence in asked[len(texts) :])
 
 
 @pytest.mark.gpu
