@@ -76,7 +76,7 @@ def replayed(
         trace.block_size,
         chunk_tokens=shape.chunk_tokens,
         step_budgets=shape.has_budgets,
-        keep_gaps=True,
+        counts_gaps=True,
     )
     if slo is not None:
         options = replace(options, slo=slo, settings=SchedulerSettings())
@@ -125,8 +125,8 @@ def compared(
 
 def _p99_gap_s(outcomes: Outcomes) -> float:
     """Return the gap between two tokens that one of a hundred is longer than, of all requests together."""
-    gaps = [last_s - growth_s * np.arange(count) for last_s, count, growth_s in outcomes.gaps or ()]
-    return float(np.percentile(np.concatenate(gaps), 99))
+    assert outcomes.gaps is not None, "they were asked for"
+    return outcomes.gaps.percentile_s(99)
 
 
 def _ranked(ordered: list[float], percent: int) -> float:

@@ -3,7 +3,10 @@
 Two GPUs of one profile serve each load at rising rates, and goodput is the rate at which 90 % of all requests
 are within 2 s and a bound on TPOT: two nodes of both roles, with budgets and with whole chunks of any length;
 and one prefill node and one decode node. Arrivals are one Poisson sequence, stretched to each rate, so that
-more requests a second are never an easier sequence. `--out` keeps all of it.
+more requests a second are never an easier sequence. `--out` keeps all of it, and what the file has of other
+loads.
+
+Of a run no more is kept than what is said of it, so that a bench takes as much memory as its longest run.
 
     python -m bench.step_budgets --out bench/results/step_budgets.json
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -44,9 +48,23 @@ SHORTER = 4
 """Runs of short prompts, of which there are many more a second, are so many times shorter."""
 CLOSE = 0.02
 """Goodput is found to so much of itself."""
+MOST = 256.0
+"""No load is driven so many times faster than it begins: it would come all at once."""
 SHAPES = ("1p1d", "2c", "2c@512", "2c@1024", "2c@2048", "2c@8192", "1p1d@8192")
 """Those without a chunk have budgets, and no setting of theirs is changed for any load or bound. The first
 one's decode node computes prompts too, where that is sooner; in `1p1d@8192` the prefill node alone does."""
+SPLITS = (
+    "8p8d",
+    "16c",
+    "16c@512",
+    "16c@2048",
+    "4p12d@8192",
+    "6p10d@8192",
+    "8p8d@8192",
+    "10p6d@8192",
+    "12p4d@8192",
+)
+"""The same of sixteen nodes."""
 LONGEST_CHUNK = 8192
 
 Load = Callable[[float], Trace]
@@ -61,6 +79,7 @@ class Found:
     ttft_s: tuple[float, float, float]
     """Half, 90 and 99 of a hundred are sooner."""
     gap_s: tuple[float, float, float]
+    """The same of gaps, to a quarter of a hundredth (`conductor/replay/gap_counts.py`)."""
 
 
 def alike(input_tokens: int, output_tokens: int, seconds: float) -> Load:
@@ -78,10 +97,10 @@ def alike(input_tokens: int, output_tokens: int, seconds: float) -> Load:
     return at
 
 
-def chats(num_sessions: int, longest_tokens: int = 24_000) -> Load:
+def chats(seconds: float, longest_tokens: int = 24_000) -> Load:
     """Return chats that grow: 100 to 4,000 new tokens a turn, 200 back, a pause, and again up to a length.
 
-    The rate is of chats that begin.
+    The rate is of chats that begin, for so long.
     """
 
     def chat(rng: random.Random, first_block: int, arrival_s: float) -> TraceRequest:
@@ -100,17 +119,21 @@ def chats(num_sessions: int, longest_tokens: int = 24_000) -> Load:
 
     def at(rate: float) -> Trace:
         rng = random.Random(11)
-        rows, at_s = [], 0.0
-        for number in range(num_sessions):
-            at_s += rng.expovariate(1.0) / rate
-            rows.append(chat(rng, number * 1_000, at_s))
+        rows: list[TraceRequest] = []
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(1.0) / rate) < seconds:
+            # each chat's own dice: the same chats come at every rate
+            rows.append(chat(random.Random(len(rows)), len(rows) * 1_000, at_s))
         return Trace("chats", BLOCK, rows)
 
     return at
 
 
 def burst(peak: float) -> Trace:
-    """Return 8,000 tokens in and 1,000 out, 1 request a second to `peak` and back in 300 s."""
+    """Return 8,000 tokens in and 1,000 out, 1 request a second to `peak` and back in 300 s.
+
+    That is more than two nodes can serve in time: who cannot be is refused, as a service does.
+    """
     rng, at_s = random.Random(3), 0.0
     rows: list[TraceRequest] = []
     while at_s < 300.0:
@@ -121,19 +144,25 @@ def burst(peak: float) -> Trace:
     return Trace("burst", BLOCK, rows)
 
 
-def run(shape: Shape, trace: Trace, cost: CostModel, bound_s: float, longest_s: float = inf) -> Outcomes:
-    """Serve a trace on the nodes of a shape; each request names its bounds, and none is refused."""
+def run(
+    shape: Shape,
+    trace: Trace,
+    cost: CostModel,
+    bound_s: float,
+    reject: RejectPolicy = RejectPolicy.NONE,
+) -> Outcomes:
+    """Serve a trace on the nodes of a shape; each request names its bounds."""
     has_chunk = "@" in shape.name
     decode_prefills = bool(shape.decode) and not has_chunk
     options = ClusterOptions(
         shape.prefill,
         shape.decode,
         trace.block_size,
-        settings=SchedulerSettings(RejectPolicy.NONE, decode_prefills=decode_prefills),
+        settings=SchedulerSettings(reject, decode_prefills=decode_prefills),
         chunk_tokens=shape.chunk_tokens if has_chunk else LONGEST_CHUNK,
         step_budgets=shape.has_budgets,
-        slo=Slo(TTFT_S, bound_s, longest_s),
-        keep_gaps=True,
+        slo=Slo(TTFT_S, bound_s),
+        counts_gaps=True,
         decode_caches=True,
     )
     return simulate(Plan(trace, cost, options)).outcomes
@@ -141,23 +170,14 @@ def run(shape: Shape, trace: Trace, cost: CostModel, bound_s: float, longest_s: 
 
 def found_in(outcomes: Outcomes, bound_s: float) -> Found:
     """Return what a run comes to by one bound."""
-    return Found(share_within(outcomes, bound_s), _spread(list(outcomes.ttft_s)), _spread(_gaps(outcomes)))
-
-
-def share_within(outcomes: Outcomes, bound_s: float) -> float:
-    """Return the share of requests within both bounds; TPOT is a request's mean gap."""
-    pairs = zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True)
-    return sum(ttft <= TTFT_S and tpot <= bound_s for ttft, tpot in pairs) / max(1, outcomes.num_arrived)
-
-
-def _gaps(outcomes: Outcomes) -> list[float]:
-    gaps = [last_s - growth_s * np.arange(count) for last_s, count, growth_s in outcomes.gaps or ()]
-    return list(np.concatenate(gaps)) if gaps else [0.0]
-
-
-def _spread(values: list[float]) -> tuple[float, float, float]:
-    half, most, nearly_all = (float(np.percentile(values, percent)) for percent in (50, 90, 99))
-    return half, most, nearly_all
+    assert outcomes.gaps is not None, "they were asked for"
+    gap_s = outcomes.gaps.percentile_s
+    ttft_s = [float(np.percentile(outcomes.ttft_s or [0.0], percent)) for percent in (50, 90, 99)]
+    return Found(
+        outcomes.served_share_within(TTFT_S, bound_s),
+        (ttft_s[0], ttft_s[1], ttft_s[2]),
+        (gap_s(50), gap_s(90), gap_s(99)),
+    )
 
 
 def goodput(serve: Callable[[float], Found], first: float) -> tuple[float, Found]:
@@ -165,6 +185,8 @@ def goodput(serve: Callable[[float], Found], first: float) -> tuple[float, Found
     low, best, high = 0.0, None, first
     while (found := serve(high)).share >= ENOUGH:
         low, best, high = high, found, high * 1.5
+        if high > MOST * first:
+            return low, best
     while high - low > CLOSE * high:
         middle = (low + high) / 2
         found = serve(middle)
@@ -182,15 +204,16 @@ def rows_of(
     name: str, load: Load, first: float, shapes: tuple[str, ...], cost: CostModel
 ) -> Iterator[dict[str, Any]]:
     """Yield one row for each bound and shape."""
-    runs: dict[tuple[str, float], Outcomes] = {}
+    known: dict[tuple[str, float], list[Found]] = {}
 
     def serve(shape: Shape, bound_s: float, rate: float) -> Found:
         if "@" not in shape.name:
             return found_in(run(shape, load(rate), cost, bound_s), bound_s)
         # whole chunks are what they are, whatever the bounds
-        if (shape.name, rate) not in runs:
-            runs[shape.name, rate] = run(shape, load(rate), cost, bound_s)
-        return found_in(runs[shape.name, rate], bound_s)
+        if (shape.name, rate) not in known:
+            outcomes = run(shape, load(rate), cost, bound_s)
+            known[shape.name, rate] = [found_in(outcomes, bound) for bound in BOUNDS_S]
+        return known[shape.name, rate][BOUNDS_S.index(bound_s)]
 
     for bound_s in BOUNDS_S:
         for shape in map(parse_shape, shapes):
@@ -207,6 +230,7 @@ def _row(name: str, shape: Shape, bound_s: float, rate: float, found: Found) -> 
         "share": found.share,
         "ttft_s": found.ttft_s,
         "gap_s": found.gap_s,
+        "commit": current_commit(),
     }
 
 
@@ -237,24 +261,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--profile", default="h200-llama8b")
-    parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace, for 16 nodes")
+    parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace, for `conversation`")
     parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals in each run")
-    parser.add_argument("--requests", type=int, default=600, help="of the traces")
+    parser.add_argument("--requests", type=int, default=2400, help="of the trace")
     parser.add_argument("--loads", default="8192/256,2048/512,256/256,chat,burst")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", help="default: those of two nodes, and of 16 for the conversation trace")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     cost = CostModel(load_profile(options.profile))
-    shapes = tuple(options.shapes.split(","))
     rows: list[dict[str, Any]] = []
-    about = {
-        "profile": options.profile,
-        "seconds": options.seconds,
-        "commit": current_commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-    }
+    if options.out and options.out.exists():
+        rows = json.loads(options.out.read_text())["rows"]
     for name in options.loads.split(","):
-        for row in _rows_of_load(name, shapes, cost, options):
+        rows = [row for row in rows if row["load"] != name]
+        shapes = options.shapes or ",".join(SPLITS if name == "conversation" else SHAPES)
+        for row in _rows_of_load(name, tuple(shapes.split(",")), cost, options):
             rows.append(row)
             print(
                 f"{row['load']:14} {row['shape']:10} {1e3 * row['bound_s']:4.0f} ms: {row['rate']:6.2f}/s "
@@ -263,29 +284,38 @@ def main() -> None:
                 flush=True,
             )
         if options.out:
-            result = {**about, "compared": compared(rows), "rows": rows}
+            result = {
+                "profile": options.profile,
+                "seconds": options.seconds,
+                "commit": current_commit(),
+                "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+                "compared": compared(rows),
+                "rows": rows,
+            }
             options.out.write_text(json.dumps(result, indent=1) + "\n")
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"{name}: {peak_kib / 1024:.0f} MiB of memory at most", flush=True)
 
 
 def _rows_of_load(
     name: str, shapes: tuple[str, ...], cost: CostModel, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     if name == "chat":
-        yield from rows_of(name, chats(options.requests // 10), 0.5, shapes, cost)
+        yield from rows_of(name, chats(options.seconds), 0.5, shapes, cost)
     elif name == "burst":
         for bound_s in BOUNDS_S:
             for shape in map(parse_shape, shapes):
-                found = found_in(run(shape, burst(8.0), cost, bound_s), bound_s)
+                found = found_in(run(shape, burst(8.0), cost, bound_s, RejectPolicy.PREDICT), bound_s)
                 yield _row(name, shape, bound_s, found.share, found)
     elif name == "conversation":
         trace = read_trace(options.trace)
-        requests = trace.requests[: options.requests * 4]
+        requests = trace.requests[: options.requests]
 
         def at(speed: float) -> Trace:
             rows = [row._replace(arrival_s=row.arrival_s / speed) for row in requests]
             return replace(trace, requests=rows)
 
-        yield from rows_of(name, at, 1.0, shapes, cost)
+        yield from rows_of(name, at, 4.0, shapes, cost)
     else:
         input_tokens, output_tokens = map(int, name.split("/"))
         seconds = options.seconds / (1 if input_tokens > 1000 else SHORTER)

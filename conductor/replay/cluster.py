@@ -31,6 +31,7 @@ from conductor.replay.block_cache import make_cache
 from conductor.replay.cluster_options import ClusterOptions, NodeSpec
 from conductor.replay.events import Events
 from conductor.replay.faults import NodeFault
+from conductor.replay.gap_counts import GapCounts
 from conductor.replay.links import Flow, Links
 from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.pipeline import CHUNK_TOKENS, run_through
@@ -61,7 +62,7 @@ class SimCluster:
         predicted_by = options.predicted_by(cost.profile)
         self._cost = cost if predicted_by is cost.profile else CostModel(predicted_by)
         self.outcomes = Outcomes(options.block_size, options.node_profile(cost.profile))
-        self.outcomes.gaps = [] if options.keep_gaps else None
+        self.outcomes.gaps = GapCounts() if options.counts_gaps else None
         self.now_s = 0.0
         self._events = Events()
         self._at = self._events.at

@@ -92,8 +92,8 @@ class ClusterOptions:
     """The profile that the conductor predicts with, where that is not the nodes' own."""
     step_budgets: bool = True
     """Whether steps take of prompts what those who decode in them can wait for; False: whole chunks."""
-    keep_gaps: bool = False
-    """Whether outcomes have every gap between two tokens."""
+    counts_gaps: bool = False
+    """Whether outcomes have the gaps between tokens, all requests' together."""
 
     @property
     def is_colocated(self) -> bool:

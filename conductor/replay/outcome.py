@@ -11,6 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from conductor.placing.profile import Profile
+from conductor.replay.gap_counts import GapCounts
 from conductor.replay.sim_request import Segment, SimRequest
 
 # The paper's TBT of a request: the mean of its longest tenth of token gaps.
@@ -55,7 +56,7 @@ class Outcomes:
         self.mean_tbt_s = array("d")
         self.prefill_node: list[str] = []
         self.decode_node: list[str] = []
-        self.gaps: list[Segment] | None = None
+        self.gaps: GapCounts | None = None
         """Gaps between the tokens of all requests that completed; None: nobody wants them."""
 
     def rejected(self, request: SimRequest, reason: str, wasted_prefill_s: float) -> None:
@@ -85,7 +86,7 @@ class Outcomes:
         self.prefill_node.append(prefill_node)
         self.decode_node.append(decode_node)
         if self.gaps is not None:
-            self.gaps += request.gaps
+            self.gaps.add(request.gaps)
 
     def dispatch_s(self, prompt_tokens: int) -> float:
         """Return the seconds by which a client has its answer later than the nodes made it."""
