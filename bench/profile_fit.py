@@ -25,7 +25,8 @@ from conductor.placing.profile import Evidence, Point, Profile, StepPoint
 Terms = Callable[[float, float], list[float]]
 """(tokens, context) of a measurement to what each coefficient is multiplied with."""
 
-LEAST_STEP_S = 1e-9
+LEAST_S = 1e-9
+"""Of the terms that a profile must have: the fit of noise may leave nothing for one of them."""
 
 ATTENTION_ROWS = (1, 128, 256, 512, 1024)
 """Candidates for `Profile.attention_rows`."""
@@ -132,7 +133,7 @@ def _with_step_costs(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile
     step_s, mixed_s, sequence_s, token2_s = least_squares(matrix, 1 - known / seconds)
     return dataclasses.replace(
         profile,
-        chunk_step_s=max(LEAST_STEP_S, step_s),
+        chunk_step_s=max(LEAST_S, step_s),
         mixed_step_s=mixed_s,
         chunk_sequence_s=sequence_s,
         chunk_token2_s=token2_s,
@@ -176,12 +177,12 @@ def fitted(
     step_s, sequence_s, context_s = decode_fit.coefficients
     profile = make(
         prefill_fixed_s=fixed_s,
-        prefill_token_s=token_s,
+        prefill_token_s=max(LEAST_S, token_s),
         prefill_token2_s=token2_s,
         prefill_small_s=small_s,
         prefill_small_tokens=small_tokens,
         prefix_token_s=0.0,
-        decode_fixed_s=step_s,
+        decode_fixed_s=max(LEAST_S, step_s),
         decode_sequence_s=sequence_s,
         decode_context_token_s=context_s,
     )

@@ -1,10 +1,14 @@
 """A fit finds the costs that made the points, and says how far it is off where it was not asked."""
 
+import dataclasses
 import random
+from functools import partial
 
 import pytest
 
-from bench.profile_fit import Measured, fit_decode, fit_prefill
+from bench.profile_fit import LEAST_S, Measured, fit_decode, fit_prefill, fitted
+from conductor.placing.profile import Evidence
+from conductor.profile_file import load_profile
 
 
 def grid(cost, noise: float, seed: int) -> list[Measured]:
@@ -34,3 +38,13 @@ def test_no_coefficient_is_under_zero_and_the_error_of_noise_is_that_of_the_nois
         found = fit_decode(grid(lambda batch, context: 5e-3 + 3e-8 * batch * context, 0.05, seed))
         assert min(found.coefficients) >= 0
         assert 0.005 < found.mean_error < 0.08
+
+
+def test_what_noise_leaves_no_seconds_for_is_as_little_as_a_profile_may_have() -> None:
+    make = partial(dataclasses.replace, load_profile("cpu-smollm2"))
+    prefill = grid(lambda new, prefix: 0.01, 0, 0)
+    decode = grid(lambda batch, context: 2e-5 * batch, 0, 0)
+    found = fitted(make, prefill, decode, Evidence(device="none"))
+    assert found.prefill_token_s == found.decode_fixed_s == LEAST_S
+    assert found.prefill_fixed_s == pytest.approx(0.01)
+    assert found.decode_sequence_s == pytest.approx(2e-5)
