@@ -4,8 +4,8 @@ Seconds and bytes. Each process makes one registry and hands it in; nothing here
 global. Buckets are vLLM's, so that a query written for it reads ours.
 
 vLLM's names are no second set of books: a collector copies our samples under those names
-when /metrics is read, so existing dashboards, autoscaling rules and gateways work and the
-two can never disagree.
+when /metrics is read, so existing dashboards, autoscaling rules and gateways work and the two can
+never disagree. Who waits there waits here at the conductor or on a node; the others run.
 
     conductor_ttft_seconds       arrival at the conductor to the first token out of it
     conductor_ttft_part_seconds  the same seconds by where they went:
@@ -294,7 +294,7 @@ class ConductorMetrics:
             registry,
         )
 
-    def _own_metrics(self, part: FastHistograms) -> tuple[_Alias, ...]:
+    def _own_metrics(self, part: FastHistograms) -> tuple[_Alias | _Sum, ...]:
         return (
             _Alias("vllm:time_to_first_token_seconds", self.ttft),
             _Alias("vllm:inter_token_latency_seconds", self.tbt),
@@ -311,8 +311,8 @@ class ConductorMetrics:
             _Alias("vllm:generation_tokens", self.generation_tokens),
             _Alias("vllm:request_success", self.sequences, rename={"outcome": "finished_reason"}),
             _Alias("vllm:admission_rejections", self.rejections),
-            _Alias("vllm:num_requests_running", self.running),
-            _Alias("vllm:num_requests_waiting", self.waiting),
+            _Sum("vllm:num_requests_running", "On nodes", (self.running,), (self.unplaced, self.waiting)),
+            _Sum("vllm:num_requests_waiting", "To be placed, and on nodes", (self.unplaced, self.waiting)),
             _Alias("vllm:kv_cache_usage_perc", self.kv_usage),
         )
 
@@ -452,6 +452,26 @@ class _Alias:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Gauges of ours under another name, not below 0: what nodes say is as old as their heartbeats."""
+
+    name: str
+    help_text: str
+    plus: tuple[Gauge, ...]
+    minus: tuple[Gauge, ...] = ()
+
+    def copy(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        total = max(0.0, sum(map(_value, self.plus)) - sum(map(_value, self.minus)))
+        family = GaugeMetricFamily(self.name, self.help_text, labels=[*labels])
+        family.add_metric([*labels.values()], total)
+        yield family
+
+
+def _value(gauge: Gauge) -> float:
+    return sum(sample.value for metric in gauge.collect() for sample in metric.samples)
+
+
 class FunctionGauge(Collector):
     """A gauge that is read where its values are kept: what is gone there is not shown."""
 
@@ -471,7 +491,7 @@ class FunctionGauge(Collector):
 class _VllmNames(Collector):
     """Shows our samples under vLLM's names and with its labels."""
 
-    def __init__(self, aliases: tuple[_Alias, ...], model_name: str) -> None:
+    def __init__(self, aliases: tuple[_Alias | _Sum, ...], model_name: str) -> None:
         self._aliases = aliases
         self._labels = {"model_name": model_name, "engine": "0"}
 

@@ -3,7 +3,8 @@
 For benches and tests of the conductor, whose other side it is (`base.attach.NodeWork`): one
 prompt after another is prefilled, all running sequences decode in one batch, and the tokens
 of a step leave in one message. It holds no KV; the blocks of prompts that it has prefilled are
-told of as a node would, and matched from then on. What it does ends when the profile says, and not
+told of as a node would, matched from then on, and lent: who loads them takes the time that the
+profile has for a transfer. What it does ends when the profile says, and not
 a timer's resolution later each time: that would make of a prompt of 0.1 ms one of 2.
 """
 
@@ -12,15 +13,19 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from base.block_hash import BlockHash, hash_chain
+from base.errors import LostError
 from base.grants import Grant, Operation
 from base.messages import (
+    Failed,
     FromNode,
     Heartbeat,
     KvEvents,
     Lend,
+    Lent,
     Prefill,
     Prefilled,
     PrefillTimes,
@@ -62,9 +67,11 @@ class _Running:
 
 
 class _Prompt:
-    __slots__ = ("came_at_s", "chain", "is_pooled", "stays", "work")
+    __slots__ = ("came_at_s", "chain", "is_pooled", "loaded_at_s", "source", "stays", "work")
 
-    def __init__(self, asked: Prefill, chain: list[BlockHash], came_at_s: float) -> None:
+    def __init__(self, asked: Prefill, chain: list[BlockHash], came_at_s: float, load_s: float) -> None:
+        self.source = asked.source
+        self.loaded_at_s = came_at_s + load_s
         self.stays = asked.stays
         self.is_pooled = asked.pooling is not None
         self.work = asked.work
@@ -107,7 +114,9 @@ class StubNode:
                 case Prefill(work):
                     chain = hash_chain(work.token_ids, self._block_size, work.chain_root)
                     now_s = asyncio.get_running_loop().time()
-                    self._prompts.append(_Prompt(item, chain, now_s))
+                    num_loaded = len(item.source.checksums) if item.source else 0
+                    load_s = self._cost.transfer_s(num_loaded * self._block_size)
+                    self._prompts.append(_Prompt(item, chain, now_s, load_s))
                     self._work_came.set()
                 case Start(request_id):
                     self._running[request_id] = _Running(self._reserved[request_id])
@@ -118,7 +127,7 @@ class StubNode:
                 case Serve(roles, is_draining):
                     self._roles, self._is_draining = roles, is_draining
                 case Lend():
-                    pass
+                    self.send(self._lent(item))
 
     def attached(self, lease: Registered) -> None:
         pass
@@ -170,7 +179,8 @@ class StubNode:
             while self._prompts:
                 prompt = self._prompts[0]
                 work, matched = prompt.work, self._matched(prompt)
-                began_at_s = max(free_at_s, prompt.came_at_s)
+                could_begin_at_s = max(free_at_s, prompt.came_at_s)
+                began_at_s = max(could_begin_at_s, prompt.loaded_at_s)
                 free_at_s = began_at_s + self._cost.prefill_s(len(work.token_ids) - matched, matched)
                 await _until(free_at_s)
                 if not self._prompts:
@@ -178,7 +188,8 @@ class StubNode:
                 self._prompts.popleft()
                 self._news += [key for key in prompt.chain if key not in self._known]
                 self._known.update(prompt.chain)
-                times = PrefillTimes(began_at_s - prompt.came_at_s, loop.time() - began_at_s, 0.0)
+                queue_s, load_s = began_at_s - prompt.came_at_s, began_at_s - could_begin_at_s
+                times = PrefillTimes(queue_s, loop.time() - began_at_s, 0.0, load_s)
                 running = _Running(work)
                 stays = prompt.stays and running.tokens_left > 0
                 told = Prefilled(work.request_id, running.token, None, matched, (), times, stays=stays)
@@ -213,11 +224,23 @@ class StubNode:
                         del self._running[request_id]
                         self._reserved.pop(request_id, None)
 
+    def _lent(self, asked: Lend) -> Lent | Failed:
+        num_blocks = self._depth(asked.chain) - asked.first_block
+        if num_blocks <= 0:
+            return Failed(asked.request_id, LostError.__name__, "the blocks were evicted")
+        grant = replace(GRANT, operation=Operation.READ, offsets=(0,) * num_blocks)
+        return Lent(asked.request_id, grant, (0,) * num_blocks)
+
     def _matched(self, prompt: _Prompt) -> int:
         """Return the tokens of a prompt that need not be computed; its last one is."""
-        chain = prompt.chain
-        depth = next((at for at, key in enumerate(chain) if key not in self._known), len(chain))
+        depth = self._depth(prompt.chain)
+        if (source := prompt.source) and depth >= source.first_block:
+            depth = max(depth, source.first_block + len(source.checksums))
         return min(depth * self._block_size, len(prompt.work.token_ids) - 1)
+
+    def _depth(self, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks are here."""
+        return next((at for at, key in enumerate(chain) if key not in self._known), len(chain))
 
 
 async def _until(due_s: float) -> None:

@@ -56,6 +56,18 @@ def test_vllms_names_show_our_samples(metrics):
     assert value(samples, "vllm:request_prefill_time_seconds_sum", **model) == 0.5
 
 
+def test_vllms_queue_has_those_who_wait_at_the_conductor_and_on_nodes(metrics):
+    metrics.running.set(9)
+    metrics.unplaced.set(4)
+    metrics.waiting.set(3)
+    model = {"model_name": "tiny", "engine": "0"}
+    samples = read(metrics.registry)
+    assert value(samples, "vllm:num_requests_waiting", **model) == 7
+    assert value(samples, "vllm:num_requests_running", **model) == 2
+    metrics.running.set(5)  # two have ended since the nodes' heartbeats
+    assert value(read(metrics.registry), "vllm:num_requests_running", **model) == 0
+
+
 def test_every_metric_has_a_unit_and_a_help_text():
     registry = process_registry()
     ConductorMetrics(registry, "tiny")
