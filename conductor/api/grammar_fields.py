@@ -14,7 +14,7 @@ import json
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from base.errors import InvalidRequestError
 from base.request import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
@@ -23,8 +23,6 @@ from conductor.api.strict_body import StrictBody
 MAX_CHOICE_TEXTS = 4_096
 MAX_SCHEMA_KEYS = 4_096
 """Members of a schema itself; those within are bounded with its length."""
-MAX_SCHEMA_VALUES = MAX_GRAMMAR_CHARS // 2
-"""Each takes a character and a comma at least."""
 JSON_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 """The grammar of any JSON object."""
 
@@ -38,8 +36,11 @@ class AskedGrammar(NamedTuple):
 
 def json_schema(schema: Any) -> Grammar:
     """Return the grammar of JSON that is valid by `schema`; raises ValueError for what JSON cannot say."""
-    source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return Grammar(GrammarKind.JSON_SCHEMA, source)
+    source = to_json(schema)
+    if b"NaN" in source or b"Infinity" in source:
+        # numbers, or texts that read so
+        json.dumps(schema, allow_nan=False)
+    return Grammar(GrammarKind.JSON_SCHEMA, source.decode())
 
 
 def choice_grammar(texts: list[str], param: str) -> AskedGrammar:
@@ -60,26 +61,11 @@ def _schema_text(value: Any) -> Any:
     """Return a schema as JSON; a text is taken to be that already."""
     if isinstance(value, dict) and len(value) > MAX_SCHEMA_KEYS:
         raise PydanticCustomError("too_long", f"at most {MAX_SCHEMA_KEYS} members, not {len(value)}")
-    if _has_more_values(value):
-        raise PydanticCustomError("too_long", f"at most {MAX_SCHEMA_VALUES} values")
     try:
         text = value if isinstance(value, str) else json_schema(value).source
     except ValueError:
         raise PydanticCustomError("schema", "it has a number that JSON cannot say") from None
     return _short(text)
-
-
-def _has_more_values(schema: Any) -> bool:
-    """Return whether a schema has too many values to be written as one text: that takes 60 bytes for each."""
-    left, count = [schema], 0
-    while left:
-        value = left.pop()
-        if isinstance(value, dict | list):
-            count += len(value)
-            if count > MAX_SCHEMA_VALUES:
-                return True
-            left += value.values() if isinstance(value, dict) else value
-    return False
 
 
 def _short(text: Any) -> Any:
