@@ -38,6 +38,7 @@ from conductor.placing.roles import RoleController, RoleSettings
 from conductor.profile_file import load_profile
 from conductor.replay.arguments import service_arguments
 from conductor.serving.attach import AttachService
+from conductor.serving.budgets import Budgets
 from conductor.serving.decision_log import DecisionLog
 from conductor.serving.dispatch import Dispatcher, RequestObserver
 from conductor.serving.history import History
@@ -46,7 +47,7 @@ from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
 from conductor.serving.page_data import PageData, PageSettings
 from conductor.serving.prometheus_history import PrometheusHistory
-from conductor.serving.replays import Replays
+from conductor.serving.replays import Replays, paces_of
 from conductor.serving.request_spans import RequestSpans
 from conductor.serving.role_changes import change_roles
 from conductor.serving.status import export_gauges, status
@@ -66,7 +67,8 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
-    history = History(metrics, membership, view, cost, clock, wall_clock_s, config.slo)
+    budgets = Budgets(config.slo, cost, settings)
+    history = History(metrics, membership, view, cost, clock, wall_clock_s, budgets)
     observers: list[RequestObserver] = [Observer(metrics, view, cost, decisions, clock), history]
     traffic = Traffic(clock)
     observers.append(traffic)
@@ -83,13 +85,15 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     prometheus = PrometheusHistory(server.prometheus, clock, wall_clock_s) if server.prometheus else None
     shown = PageSettings(config.slo, config.tracing.page)
     page = PageData(history, dispatcher, membership, view, decisions, shown, clock, prometheus)
+    arguments = _replay_arguments(config)
+    replays = Replays(traffic, config.block_size, arguments, partial(paces_of, view))
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view, lifetime),
         "/v1/explain": lambda: decisions.recent(clock.now_s()),
         "/v1/explain/{name}": decisions.explain,
         "/v1/links/{name}": LinkCheck(membership, rng).measure,
         "/v1/page/{name}": page.answer,
-        "/v1/replay": _replay(Replays(traffic, config.block_size, _replay_arguments(config)), config.slo),
+        "/v1/replay": _replay(replays, config.slo),
     }
     async with listening(
         completions, server, config.slo, rng, nodes.stream, reports, nodes=config.nodes

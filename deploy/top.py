@@ -97,12 +97,12 @@ def screen(
     about: dict[str, Any], recent: Recent, now: dict[str, Any], slowest: Sequence[dict[str, Any]]
 ) -> Group:
     """Return what is shown at one look."""
-    bounds: Bounds = about["bounds"]
+    bounds, limits = about["bounds"], now["limits"]
     nodes = [dict(zip(now["columns"], row, strict=True)) for row in now["nodes"]]
     said = "ready" if now["ready"] else "not ready"
     first = f"{said}   {now['running']} requests in progress, {now['waiting']} wait to be placed"
     parts: list[Text | Table] = [Text(first, "bold green" if now["ready"] else "bold red")]
-    parts += [_history(recent, bounds), _nodes(nodes, bounds)]
+    parts += [_history(recent, bounds), _nodes(nodes, limits)]
     if slowest:
         parts.append(_slowest(slowest))
     if now["links"]:
@@ -127,13 +127,14 @@ def sparkline(column: Sequence[float], width: int = SPARK_WIDTH) -> str:
     return "".join(bars)
 
 
-def budgets(node: Node, bounds: Bounds) -> list[tuple[str, float]]:
-    """Return what a node has used up of each bound, as shares, the fullest first."""
+def budgets(node: Node, limits: Bounds) -> list[tuple[str, float]]:
+    """Return what a node has used up of each budget, as shares, the fullest first: `serving/budgets.py`."""
     found = []
-    if node["queue_s"] is not None and bounds["ttft_s"]:
-        found.append(("queue", node["queue_s"] / bounds["ttft_s"]))
-    if node["step_s"] is not None and bounds["tbt_s"]:
-        found.append(("step", node["step_s"] / bounds["tbt_s"]))
+    if node["queue_s"] is not None and limits["queue_s"] is not None:
+        found.append(("queue", node["queue_s"] / limits["queue_s"]))
+    least_s = limits["step_least_s"] or 0.0
+    if node["step_s"] is not None and limits["step_s"] is not None:
+        found.append(("step", max(0.0, node["step_s"] - least_s) / (limits["step_s"] - least_s)))
     if node["held"] is not None and node["blocks"]:
         found.append(("KV", node["held"] / node["blocks"]))
     return sorted(found, key=lambda each: -each[1])
@@ -160,13 +161,13 @@ def _history(recent: Recent, bounds: Bounds) -> Table:
     return table
 
 
-def _nodes(nodes: list[Node], bounds: Bounds) -> Table:
-    fullest = sorted(nodes, key=lambda node: -max((share for _, share in budgets(node, bounds)), default=0.0))
+def _nodes(nodes: list[Node], limits: Bounds) -> Table:
+    fullest = sorted(nodes, key=lambda node: -max((share for _, share in budgets(node, limits)), default=0.0))
     shown = sorted(fullest[:MAX_NODES], key=lambda node: str(node["id"]))
     more = f" ({len(shown)} of {len(nodes)}, the fullest)" if len(shown) < len(nodes) else ""
     table = _table(f"node{more}", "roles", "queue", "step", "rows", "to prefill", "budgets")
     for node in shown:
-        used = Text("  ").join(_budget(*each) for each in budgets(node, bounds))
+        used = Text("  ").join(_budget(*each) for each in budgets(node, limits))
         table.add_row(
             Text(f"{node['id']}{' draining' if node['draining'] else ''}"),
             node["roles"] or "storage",

@@ -21,6 +21,7 @@ from conductor.placing.decisions import Actual, Decision, NodeSeen, decide_again
 from conductor.placing.inline_prefill import beside_decoding
 from conductor.placing.placement import Placement
 from conductor.placing.prefill_policies import PrefillComparison
+from conductor.placing.refused import judged, would_be
 from conductor.placing.scheduler import tokens_needed
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.placing.waterfall import waterfall
@@ -177,7 +178,10 @@ class Decisions:
         del shown["seen"], shown["kind"], shown["asked"]["chain"], shown["asked"]["request_id"]
         shown["waited_s"] = made.decided_at_s - made.arrived_at_s
         shown["begun_s"] = begun_at_s - made.arrived_at_s
-        shown["parts"] = [part._asdict() for part in waterfall(made, actual, begun_at_s)]
+        instead = would_be(made, self._cost, self._settings)
+        if instead is not None:
+            shown["judged"] = judged(made, instead, self._cost, self._settings)._asdict()
+        shown["parts"] = [part._asdict() for part in waterfall(made, actual, begun_at_s, instead)]
         if made.seen.nodes is not None:
             shown["prefill_candidates"] = _prefill_candidates(
                 made, made.seen.nodes, self._cost, self._settings

@@ -1,49 +1,82 @@
-"""The node that was fullest at each moment, and by which of its budgets: where the bottleneck was.
+"""The node that was fullest at each moment, by which of its budgets, and what rejected requests lacked then.
 
-A budget is a share: the seconds of a node's queue of prompts over the bound on TTFT, those of its next decode
-step over the bound on TBT, and the share of its KV blocks that requests hold. It is worked out when a row is
-taken, with that row's own numbers, so that what is said of an hour ago is what was true then. Of a row the
-name of one node is kept, so that the history of a large cluster takes little more than without.
+A row is worked out when it is taken, with that moment's own numbers (`budgets.py`), so that what is said of
+an hour ago is what was true then. Where requests were rejected for want of a role, the fullest node is looked
+for in that role: they say where the bottleneck is, and a queue that is short at one moment does not. Of a row
+the name of one node is kept, so that the history of a large cluster takes little more than without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import Any
 
-from base.config import SloConfig
 from base.request import NodeId
+from conductor.placing.refused import LACKS
+from conductor.serving.budgets import Limits
 from conductor.serving.ring import Ring
 
-BUDGETS = ("queue", "step", "kv")
-"""The budgets by their numbers, as the first columns of a node's row: `history.NODE_SERIES`."""
+NOTABLE = 0.01
+"""Share of the requests of a row that, rejected for want of a role, makes it the bottleneck."""
+
+BUDGETS_OF = {"prefill": (0,), "decode": (1, 2)}
+"""The budgets of each role, by their numbers."""
+
+COUNTS = ("came", *LACKS)
+"""Requests that were decided on, and of those the rejected ones by what they lacked."""
+
+
+class Decided:
+    """How many requests were decided on since a row was taken, and what those lacked that were rejected."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(COUNTS, 0)
+
+    def add(self, lacked: str | None) -> None:
+        """Count a request; None: it was placed."""
+        self._counts["came"] += 1
+        if lacked is not None:
+            self._counts[lacked] += 1
+
+    def take(self) -> tuple[int, ...]:
+        """Return the numbers by `COUNTS`, and begin again."""
+        taken, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
+        return tuple(taken.values())
 
 
 class Fullest:
     """The fullest node of each of the last rows."""
 
-    def __init__(self, step_s: int, span_s: int, slo: SloConfig) -> None:
-        self._ring = Ring(("budget", "share"), step_s, span_s)
+    def __init__(self, step_s: int, span_s: int) -> None:
+        self._ring = Ring(("budget", "share", *COUNTS), step_s, span_s)
         self._nodes: list[NodeId | None] = [None] * (span_s // step_s)
-        self._bounds = slo.ttft_s or inf, slo.tbt_s or inf, 1.0
+        self.decided = Decided()
 
-    def put(self, row: int, nodes: Mapping[NodeId, Sequence[float]]) -> None:
+    def put(self, row: int, nodes: Mapping[NodeId, Sequence[float]], limits: Limits) -> None:
         """Keep which of some nodes is fullest; one that no number is known of is passed over."""
         if row < self._ring.next_row:
             return
+        counts = self.decided.take()
+        meant = _meant(*counts)
         shares = [
-            (value / bound, budget, node_id)
+            (budget in meant, share, budget, node_id)
             for node_id, values in nodes.items()
-            for budget, (value, bound) in enumerate(zip(values, self._bounds, strict=False))
-            if value == value and bound < inf  # NaN: not its role
+            for budget, share in enumerate(limits.shares(values))
+            if share == share  # NaN: not its role
         ]
         if shares:
-            share, budget, self._nodes[row % len(self._nodes)] = max(shares)
-            self._ring.put(row, (budget, share))
+            _, share, budget, self._nodes[row % len(self._nodes)] = max(shares)
+            self._ring.put(row, (budget, share, *counts))
 
     def to_json(self) -> dict[str, Any]:
         """Return the rows as `Ring.to_json` does, with the name of each row's node."""
         told = self._ring.to_json()
         kept = len(self._nodes)
         return {**told, "nodes": [self._nodes[row % kept] for row in range(told["first"], told["next"])]}
+
+
+def _meant(came: int, prefill: int, decode: int, speed: int) -> tuple[int, ...]:
+    """Return the budgets of the role that rejected requests lacked; none: hardly any did."""
+    if max(prefill, decode) < max(1.0, NOTABLE * came):
+        return ()
+    return BUDGETS_OF["prefill" if prefill >= decode else "decode"]

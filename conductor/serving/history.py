@@ -2,7 +2,8 @@
 
     each second        one row of the cluster: what ended, percentiles, tokens, queues, KV
     each 30 s          one row of the same for the day
-    each 10 s, 300 s   one row of each node, for the hour and the day, and which of them was fullest
+    each 10 s, 300 s   one row of each node, for the hour and the day, which of them was fullest, and what the
+                       requests lacked that were rejected meanwhile
 
 A ring of fixed size for each, so that memory is bounded whatever comes: under 8 MB at 1,000 nodes, which a
 test counts. Counts are differences of the metrics' totals, so nothing is counted twice; percentiles are of
@@ -20,14 +21,14 @@ from math import ceil, exp, nan
 from typing import Any
 
 from base.clock import Clock
-from base.config import SloConfig
 from base.messages import Prefilled
 from base.metrics import ConductorMetrics
 from base.request import NodeId, RequestId
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
-from conductor.placing.decisions import Actual
+from conductor.placing.decisions import Actual, Decision
 from conductor.placing.placement import Placement, PlacementRequest
+from conductor.serving.budgets import Budgets
 from conductor.serving.dispatch import Dispatcher, RequestObserver
 from conductor.serving.fullest import Fullest
 from conductor.serving.membership import Membership
@@ -42,7 +43,8 @@ CLUSTER_SERIES = (
 )
 """Sequences and tokens a second; seconds; counts; a share; bytes a second. NaN: nothing to say."""
 NODE_SERIES = ("queue_s", "step_s", "kv_held", "running")
-"""Predicted seconds before a prompt that came now, and of the next decode step; a share; sequences.
+"""Predicted seconds before a prompt that came, in the mean of the row, and of the next decode step; a share;
+sequences.
 
 Before a prompt are those in the node's queue, and the node's part of those that wait to be placed: the
 conductor keeps them back while nodes have enough, so that a node's own queue is never long.
@@ -137,21 +139,22 @@ class History(RequestObserver):
         cost: CostModel,
         clock: Clock,
         wall_s: Callable[[], float],
-        slo: SloConfig,
+        budgets: Budgets,
     ) -> None:
         """Begin.
 
         Args:
             wall_s: Seconds since 1970, asked for once: rows follow `clock`.
-            slo: The bounds that nodes' budgets are shares of.
+            budgets: What nodes may use up; they learn here how long prompts take.
         """
         self.hour = Ring(CLUSTER_SERIES, CLUSTER_STEPS_S[0], HOUR_S)
         self.day = Ring(CLUSTER_SERIES, CLUSTER_STEPS_S[1], DAY_S)
         self.nodes: dict[NodeId, NodeTrack] = {}
         self.fullest = tuple(
-            Fullest(step_s, span_s, slo) for step_s, span_s in zip(NODE_STEPS_S, (HOUR_S, DAY_S), strict=True)
+            Fullest(step_s, span_s) for step_s, span_s in zip(NODE_STEPS_S, (HOUR_S, DAY_S), strict=True)
         )
         """The fullest node of each row, of the hour and of the day."""
+        self.budgets = budgets
         self.links = Rates()
         """Bytes of KV a second, by the node that they come from and the one that they go to."""
         self.prefixes = Rates()
@@ -162,6 +165,8 @@ class History(RequestObserver):
         self._totals = metrics.totals()
         self._percentiles = [Samples(), Samples()], [Samples(), Samples()]
         self._moved_bytes = 0.0
+        self._queues: dict[NodeId, tuple[float, int]] = {}
+        """The sum of the seconds of each node's queue since its last row, and how many they are."""
         self._sampled_at_s = clock.now_s()
 
     @property
@@ -171,9 +176,15 @@ class History(RequestObserver):
 
     # What the dispatcher notifies of
 
+    def decided(self, made: Decision) -> None:
+        lacked = self.budgets.lacked(made, self._view)
+        for each in self.fullest:
+            each.decided.add(lacked)
+
     def first_token(
         self, ttft_s: float | None, prefilled: Prefilled, asked: PlacementRequest, placement: Placement
     ) -> None:
+        self.budgets.computed(prefilled.times.compute_s)
         if ttft_s is not None and asked.max_tokens:
             for samples, _ in self._percentiles:
                 samples.add(ttft_s)
@@ -222,8 +233,9 @@ class History(RequestObserver):
             if row % every == every - 1:
                 means = dict(zip(CLUSTER_SERIES, self.hour.mean(every), strict=True))
                 self.day.put(row // every, [*(means | self._quantiles(1)).values()])
+            self._sample_queues(now_s, line_s)
             if row % NODE_STEPS_S[0] == 0:
-                self._take_nodes(row // NODE_STEPS_S[0], now_s, line_s)
+                self._take_nodes(row // NODE_STEPS_S[0], now_s)
 
     def _cluster_row(self, elapsed_s: float, num_waiting: int) -> list[float]:
         before, self._totals = self._totals, self._metrics.totals()
@@ -244,19 +256,30 @@ class History(RequestObserver):
         ttft, tbt = self._percentiles[which]
         return dict(zip(CLUSTER_SERIES[8:14], [*ttft.take(), *tbt.take()], strict=True))
 
-    def _take_nodes(self, row: int, now_s: float, line_s: float) -> None:
+    def _sample_queues(self, now_s: float, line_s: float) -> None:
+        """Add up each node's queue: it rises and falls with each prompt, so that one moment says little."""
+        before = self._queues
+        self._queues = {}
+        for session in self._membership.sessions:
+            node_id = session.info.node_id
+            queue_s, _ = self._view.load_of(node_id, now_s)  # NaN, and stays so: it does not prefill
+            sum_s, many = before.get(node_id, (0.0, 0))
+            self._queues[node_id] = sum_s + queue_s + line_s, many + 1
+
+    def _take_nodes(self, row: int, now_s: float) -> None:
         taken = {}
         for session in self._membership.sessions:
             node_id = session.info.node_id
             track = self.nodes.get(node_id) or self._track(node_id)
             if track is not None:
-                taken[node_id] = self._node_row(session, now_s, line_s)
+                taken[node_id] = self._node_row(session, now_s)
                 track.put(row, taken[node_id])
-        hour, day = self.fullest
-        hour.put(row, taken)
+        self._queues.clear()
+        (hour, day), limits = self.fullest, self.budgets.limits
+        hour.put(row, taken, limits)
         if ends_a_row_of_the_day(row):
             number = row // ROWS_OF_A_DAYS_ROW
-            day.put(number, {node_id: self.nodes[node_id].day.row(number) for node_id in taken})
+            day.put(number, {node_id: self.nodes[node_id].day.row(number) for node_id in taken}, limits)
 
     def _track(self, node_id: NodeId) -> NodeTrack | None:
         """Return a track for a node that has none; None where all belong to nodes that are attached."""
@@ -268,10 +291,10 @@ class History(RequestObserver):
         self.nodes[node_id] = NodeTrack()
         return self.nodes[node_id]
 
-    def _node_row(self, session: NodeSession, now_s: float, line_s: float) -> tuple[float, ...]:
+    def _node_row(self, session: NodeSession, now_s: float) -> tuple[float, ...]:
         beat = session.last_heartbeat
-        queue_s, step_s = self._view.load_of(session.info.node_id, now_s)
-        queue_s += line_s  # NaN stays NaN: it does not prefill
+        sum_s, many = self._queues[session.info.node_id]
+        queue_s, step_s = sum_s / many, self._view.load_of(session.info.node_id, now_s)[1]
         if beat is None:
             return queue_s, step_s, nan, nan
         return queue_s, step_s, held_share([beat]), beat.num_running

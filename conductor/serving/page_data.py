@@ -5,7 +5,7 @@
     week                         by a Prometheus alone; where there is one, hour and day are its too
     node.ID, node-day.ID         the history of a node
     at.SECONDS                   each node's row at a moment since 1970, of its hour or else of its day
-    fullest, fullest-day         the fullest node of each row, and by which budget
+    fullest, fullest-day         the fullest node of each row, by which budget, and what was rejected then
     now                          nodes, links and prefixes at this moment
     requests.LIST                the latest, slowest, missed or rejected ones
     request.ID                   one with all its attempts, as /v1/explain has it
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from math import isfinite, isnan
+from math import isfinite, isnan, nan
 from typing import Any, NamedTuple
 
 from base.clock import Clock
@@ -27,8 +27,8 @@ from base.errors import UnavailableError
 from base.request import NodeId
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.explain import LISTS, Decisions
+from conductor.serving.budgets import BUDGETS
 from conductor.serving.dispatch import Dispatcher
-from conductor.serving.fullest import BUDGETS
 from conductor.serving.history import HOUR_S, NODE_SERIES, NODE_STEPS_S, History, NodeTrack
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
@@ -45,9 +45,10 @@ LEAST_RATE = 1e-3
 NODE_COLUMNS = (
     *("id", "host", "roles", "draining", "silent_s", "blocks", "held", "cached", "running", "waiting"),
     *("queued_tokens", "context_tokens", "step_rows", "step_prompt_tokens", "step_budget"),
-    *("queue_s", "step_s", "placed"),
+    *("queue_s", "step_s", "placed", "pace"),
 )
-"""Columns of the nodes in `now`: blocks, sequences, tokens, seconds as in `NODE_SERIES`.
+"""Columns of the nodes in `now`: blocks, sequences, tokens, seconds as in `NODE_SERIES`, and how many times
+what the profile says its work takes.
 
 None: not known, or not its role.
 """
@@ -163,6 +164,7 @@ class PageData:
             "at_s": self._history.now_s,
             "ready": self._dispatcher.is_ready,
             "bounds": {"ttft_s": slo.ttft_s or None, "tbt_s": slo.tbt_s or None},
+            "limits": {name: _known(value) for name, value in self._history.budgets.limits._asdict().items()},
         }
 
     def _now(self) -> dict[str, Any]:
@@ -205,7 +207,9 @@ class PageData:
             ]
             row += [beat.num_running, beat.num_waiting, beat.num_queued_tokens, beat.num_context_tokens]
             row += [beat.num_step_rows, beat.num_step_prompt_tokens, beat.step_budget_tokens]
-        return [*row, _known(queue_s + line_s), _known(step_s), session.num_requests]
+        terms = (term for term, seconds in (("prefill", queue_s), ("decode", step_s)) if isfinite(seconds))
+        pace = max((self._view.corrections.ratio(info.node_id, term) for term in terms), default=nan)
+        return [*row, _known(queue_s + line_s), _known(step_s), session.num_requests, _known(pace)]
 
 
 def _known(seconds: float) -> float | None:

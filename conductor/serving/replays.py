@@ -2,7 +2,8 @@
 
 The command `conductor replay --html` runs in a process of its own, one at a time, with bounds of memory, of
 processor time and of the clock, at the lowest priority: whatever a trace holds, the conductor serves on. What
-comes back is the command's own report and page.
+comes back is the command's own report and page. The last hour is replayed on nodes that are as slow as this
+conductor's own were measured to be.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from base.errors import InvalidRequestError, RejectedError
-from base.request import Slo
+from base.request import Role, Slo
+from conductor.placing.cluster_view import ClusterView
 from conductor.serving.traffic import Traffic, measured, trace_lines
 
 UNBOUNDED = Slo()
@@ -33,14 +36,19 @@ MAX_FILE_BYTES = 32 << 20
 MAX_PAGE_BYTES = 1 << 20
 """Bytes of one run's page; a longer one is left out."""
 LEAST_PRIORITY = 19
+SLOW = 1.25
+"""Times of what its profile says, from which on a node is replayed as slow as it is: less is noise."""
+
+Paces = Callable[[], Mapping[str, Sequence[float]]]
+"""Returns how many times what the profile says the work of each node takes, by P, D and C as in `--nodes`."""
 
 
 class Replays:
     """Runs them one at a time. Belongs to the event loop."""
 
-    def __init__(self, traffic: Traffic, block_size: int, arguments: Sequence[str]) -> None:
+    def __init__(self, traffic: Traffic, block_size: int, arguments: Sequence[str], paces: Paces) -> None:
         """Begin. `arguments`: those under which replay does as this conductor."""
-        self._traffic = traffic
+        self._traffic, self._paces = traffic, paces
         self._block_size = block_size
         self._arguments = tuple(arguments)
         self._is_running = False
@@ -77,7 +85,11 @@ class Replays:
                     path = Path(name) / ("dropped.csv" if _is_table(trace) else "dropped.jsonl")
                     lines = [trace] if trace else trace_lines(records, self._block_size)
                     await asyncio.to_thread(_write, path, lines)
-                    runs = [await self._one(path, each, (*bounds, *extra)) for each in nodes]
+                    paces = {} if trace else self._paces()
+                    runs = [
+                        await self._one(path, each, (*bounds, *extra), slow_nodes(each, paces))
+                        for each in nodes
+                    ]
                     was = await asyncio.to_thread(measured, records, slo) if records else None
                     return {"measured": was, "runs": runs}
         except TimeoutError:
@@ -87,9 +99,13 @@ class Replays:
         finally:
             self._is_running = False
 
-    async def _one(self, trace: Path, nodes: str, bounds: Sequence[str]) -> dict[str, Any]:
+    async def _one(
+        self, trace: Path, nodes: str, bounds: Sequence[str], slow: Mapping[str, float]
+    ) -> dict[str, Any]:
         page = trace.with_name("page.html")
         command = ["-m", COMMAND, str(trace), *self._arguments, *bounds, "--nodes", nodes]
+        for name, times in slow.items():
+            command += ["--slow-node", f"{name}={times:.3g}"]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *command, "--json", "--html", str(page)),
             stdin=asyncio.subprocess.DEVNULL,
@@ -107,7 +123,34 @@ class Replays:
             raise InvalidRequestError(_problem(problem, process.returncode, trace), "trace")
         told = json.loads(said)
         html = page.read_text() if page.stat().st_size <= MAX_PAGE_BYTES else ""
-        return {"nodes": nodes, "trace": told["trace"], "report": told["runs"][0], "html": html}
+        told |= {"report": told["runs"][0], "nodes": nodes, "slow_nodes": dict(slow), "html": html}
+        return {key: told[key] for key in ("nodes", "slow_nodes", "trace", "report", "html")}
+
+
+def paces_of(view: ClusterView) -> dict[str, list[float]]:
+    """Return the paces of a view's nodes, as `Paces` has it."""
+    found: dict[str, list[float]] = {"P": [], "D": [], "C": []}
+    ratio = view.corrections.ratio
+    for node_id in view.node_ids():
+        roles = view.node(node_id).info.roles
+        terms = [("prefill", Role.PREFILL in roles), ("decode", Role.DECODE in roles)]
+        paces = [ratio(node_id, term) for term, is_its in terms if is_its]
+        if paces:
+            found["C" if len(paces) > 1 else "P" if Role.PREFILL in roles else "D"].append(max(paces))
+    return found
+
+
+def slow_nodes(nodes: str, paces: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return which nodes of a cluster like 5P2D are slow, as replay calls them, and how many times.
+
+    Nodes that there are not yet are as the profile says; where there are fewer, the slowest have gone.
+    """
+    found = {}
+    for size, kind in re.findall(r"(\d{1,6})([PDC])", nodes.upper()):
+        for number, pace in enumerate(sorted(paces.get(kind, ()))[: int(size)]):
+            if pace >= SLOW:
+                found[f"{kind.lower()}{number}"] = pace
+    return found
 
 
 def _bound(pid: int) -> None:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 from base.config import SloConfig
 from base.metrics import ConductorMetrics, process_registry
 from conductor.placing.cluster_view import ClusterView
+from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.serving.budgets import Budgets
 from conductor.serving.history import History
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
@@ -35,7 +37,8 @@ def make_history(slo: SloConfig) -> HistoryParts:
     view = ClusterView(COST, BLOCK_SIZE)
     metrics = ConductorMetrics(process_registry(), "m")
     membership = Membership("m", view, clock)
-    history = History(metrics, membership, view, COST, clock, lambda: SINCE_1970_S + clock.now_s(), slo)
+    budgets = Budgets(slo, COST, SchedulerSettings())
+    history = History(metrics, membership, view, COST, clock, lambda: SINCE_1970_S + clock.now_s(), budgets)
     return HistoryParts(clock, view, metrics, membership, history)
 
 

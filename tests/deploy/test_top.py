@@ -107,5 +107,9 @@ def test_a_sparkline_begins_at_nought_and_leaves_gaps():
 
 def test_budgets_are_of_the_bounds_that_there_are():
     node = {"queue_s": 1.0, "step_s": None, "held": 9, "blocks": 10}
-    assert budgets(node, {"ttft_s": 2.0, "tbt_s": None}) == [("KV", 0.9), ("queue", 0.5)]
-    assert budgets(node | {"held": None}, {"ttft_s": None, "tbt_s": 0.1}) == []
+    unbounded = {"queue_s": None, "step_least_s": 0.03, "step_s": None}
+    assert budgets(node, unbounded | {"queue_s": 2.0}) == [("KV", 0.9), ("queue", 0.5)]
+    assert budgets(node | {"held": None}, unbounded | {"step_s": 0.1}) == []
+    decoding = {"queue_s": None, "step_s": 0.04, "held": None}
+    assert budgets(decoding, unbounded | {"step_s": 0.08}) == [("step", pytest.approx(0.2))]
+    assert budgets(decoding | {"step_s": 0.02}, unbounded | {"step_s": 0.08}) == [("step", 0.0)]

@@ -5,18 +5,20 @@
 // squares, grouped. Either way each is a link. The flows are curves from node to node, drawn above the picture and spoken
 // of in the table below it (`flows.js`).
 
-import { age, bar, bytes, chart, clock, count, element, empty, KV, momentAt, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
+import { age, bar, bytes, chart, clock, count, element, empty, known, KV, momentAt, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { columns as unpacked, page, seldom } from "./data.js";
 import { flow, flowing } from "./flows.js";
 
-const CARDS = 24, COLUMN = 6, TABLED = 24, TIGHT = 0.6;
+const CARDS = 24, COLUMN = 6, TABLED = 24, TIGHT = 0.6, NOTABLE = 0.01, SLOWER = 1.5, MINUTE_S = 60;
 const GROUPS = [["prefill", "Prefill"], ["decode+prefill", "Both roles"], ["decode", "Decode"], ["", "Storage"]];
-const BUDGETS = { queue: "TTFT bound (queue)", step: "TBT bound (step)", kv: "KV blocks held" };
+const BUDGETS = { queue: "queue", step: "step", kv: "KV blocks" };
+const OF_ROLE = { prefill: ["queue"], decode: ["step", "kv"] };
 const TERMS = [
-  ["budget", "What a node may use up: its queue of prompts, in seconds, of the bound on TTFT; its next decode step of the bound on TBT; its KV blocks. The fullest of all is the bottleneck, from 60 % on."],
+  ["budget", "What a node may use up until requests are rejected. Queue: seconds of prompts, of what the bound on TTFT leaves beside the computing. Step: how far its decode step has grown from that of one request to the longest that the bound on TBT admits. KV: its blocks. The bottleneck is the fullest from 60 % on, and where requests are rejected the fullest of the role that they lacked."],
   ["prefill, decode", "Prefill nodes compute prompts, decode nodes the tokens of answers after the first, step by step for all requests at once."],
   ["queue", "Predicted seconds of prompts before one that came now: those that a prefill node has, and its part of those that wait at the conductor to be placed."],
   ["step", "Predicted seconds of a decode node's next step: one more token for each request there."],
+  ["pace", "How many times what its profile says a node's work takes, as measured lately: 1 is as expected, 3 three times slower."],
   ["last step", "Rows: requests that got one more token in it. Tokens: of prompts that were computed in it, of as many as one step may have."],
   ["held, cached", "KV blocks of requests in progress; and blocks kept in case that a prompt begins alike."],
   TTFT, TBT, KV,
@@ -46,36 +48,75 @@ export async function load([when = "", at = "", ofAt = ""] = []) {
 // The share of a node's KV blocks that requests hold; null: it is not known.
 const held = (node) => node.kv_held ?? (node.blocks && node.held !== null ? node.held / node.blocks : null);
 
-// The share of each bound that a node has used up: {name, share, value, bound}, the fullest first.
-export function budgets(node, bounds) {
-  const found = [];
-  if (node.queue_s !== null && bounds.ttft_s) found.push({ name: "TTFT bound (queue)", share: node.queue_s / bounds.ttft_s, value: node.queue_s, bound: bounds.ttft_s });
-  if (node.step_s !== null && bounds.tbt_s) found.push({ name: "TBT bound (step)", share: node.step_s / bounds.tbt_s, value: node.step_s, bound: bounds.tbt_s });
-  if (held(node) !== null) found.push({ name: "KV blocks held", share: held(node), value: node.held, bound: node.blocks });
+// The share of each budget that a node has used up, as `serving/budgets.py` has it: {name, share, fact}, the fullest first.
+export function budgets(node, limits) {
+  const found = [], { queue_s: queueS, step_least_s: leastS, step_s: stepS } = limits;
+  if (known(node.queue_s) && known(queueS)) found.push({ name: "queue", share: node.queue_s / queueS, fact: `, ${seconds(node.queue_s)} of ${seconds(queueS)}` });
+  if (known(node.step_s) && known(stepS)) found.push({ name: "step", share: Math.max(0, node.step_s - leastS) / (stepS - leastS), fact: `, ${seconds(node.step_s)} where ${seconds(leastS)} is the least and ${seconds(stepS)} the most` });
+  if (held(node) !== null) found.push({ name: "kv", share: held(node), fact: node.blocks ? `, ${count(node.held)} of ${count(node.blocks)}` : "" });
   return found.sort((a, b) => b.share - a.share);
 }
 
-// One sentence on where the cluster is fullest, or was at a moment.
-export function bottleneck(nodes, bounds, atS = null) {
-  const known = nodes.map((node) => [node, budgets(node, bounds)[0]]).filter(([, budget]) => budget);
-  if (!known.length) return "";
-  const [node, most] = known.reduce((a, b) => (b[1].share > a[1].share ? b : a));
-  const fact = !most.name.startsWith("KV") ? `, ${seconds(most.value)} of ${seconds(most.bound)}` : most.bound ? `, ${count(most.value)} of ${count(most.bound)} blocks` : "";
-  const much = `${percent(most.share)} of its ${most.name}${fact}.`, [is, then] = atS === null ? ["is", ""] : ["was", ` at ${clock(atS, false, true)}`];
-  if (most.share < TIGHT) return `Nothing ${is} tight${then}: the fullest ${is} ${node.id}, ${much}`;
-  return `The bottleneck${then || " now"} ${is} ${node.id}: ${much}`;
+// What the requests lacked that were rejected in the rows from one moment to another, {came, prefill, decode, speed}; and
+// of the role that they lacked the node that was fullest in these rows, {node, budget, share}, in their mean.
+export function lacked(fullest, fromS, untilS) {
+  const rows = [...fullest.nodes.keys()].filter((at) => { const atS = (fullest.first + at) * fullest.step_s; return fullest.came[at] >= 0 && atS >= fromS && atS < untilS; });
+  const found = Object.fromEntries(["came", "prefill", "decode", "speed"].map((name) => [name, rows.reduce((sum, at) => sum + fullest[name][at], 0)]));
+  const meant = OF_ROLE[short(found)] ?? [], sums = new Map();
+  for (const at of rows) {
+    const budget = fullest.budgets[fullest.budget[at]], key = `${fullest.nodes[at]} ${budget}`, [sum, many] = sums.get(key) ?? [0, 0];
+    if (meant.includes(budget)) sums.set(key, [sum + fullest.share[at], many + 1, { node: fullest.nodes[at], budget }]);
+  }
+  const [sum, many, most] = [...sums.values()].sort((a, b) => b[0] - a[0])[0] ?? [];
+  return { ...found, fullest: most ? { ...most, share: sum / many } : null };
 }
 
-// Which nodes were the fullest at `TIGHT` or more: {node, budget, seconds, beyond, worst, atS}; first those that were far
-// beyond it for long, not those that touched it often.
-export function bottlenecks({ nodes, budgets: names, budget, share, first, step_s: stepS }) {
-  const found = new Map();
+// The role that rejected requests lacked; empty: hardly any did.
+const short = ({ came, prefill, decode }) => (Math.max(prefill, decode) < Math.max(1, NOTABLE * came) ? "" : prefill >= decode ? "prefill" : "decode");
+const WHY = {
+  prefill: "because no prefill node could have had their first token ready in time",
+  decode: "because no decode node could have taken them within the bound on TBT, or had room",
+  speed: "that not even an idle node would have served in time: more nodes would not help them, a faster one or a longer bound would",
+};
+
+// One sentence on where the cluster is fullest, or was at a moment; and on who was rejected in the minute, and why.
+export function bottleneck(nodes, limits, atS = null, lack = null, period = "minute") {
+  const role = lack ? short(lack) : "", meant = OF_ROLE[role];
+  const known = nodes.map((node) => [node, budgets(node, limits).find(({ name }) => !meant || meant.includes(name))]).filter(([, budget]) => budget);
+  const said = (name) => `${percent(lack[name] / lack.came)} of the requests of ${atS === null ? `the last ${period}` : `that ${period}`} were rejected`;
+  const refused = [role && ` ${said(role)}, ${WHY[role]}.`, lack && lack.speed >= Math.max(1, NOTABLE * lack.came) && ` ${said("speed")} ${WHY.speed}.`].filter(Boolean).join("");
+  if (!known.length) return refused.trim();
+  const [node, most] = known.reduce((a, b) => (b[1].share > a[1].share ? b : a));
+  const much = `${percent(most.share)} of its ${BUDGETS[most.name]}${most.fact}.`, [is, then] = atS === null ? ["is", ""] : ["was", ` at ${clock(atS, false, true)}`];
+  if (role && lack.fullest) return `The bottleneck${then || " now"} ${is} ${role}.${refused} The fullest of that time: ${lack.fullest.node}, ${percent(lack.fullest.share)} of its ${BUDGETS[lack.fullest.budget]} in the mean.`;
+  if (role) return `The bottleneck${then || " now"} ${is} ${role}.${refused} The fullest ${is} ${node.id}: ${much}`;
+  if (most.share < TIGHT) return `Nothing ${is} tight${then}: the fullest ${is} ${node.id}, ${much}${refused}`;
+  return `The bottleneck${then || " now"} ${is} ${node.id}: ${much}${refused}`;
+}
+
+// One sentence on the nodes whose work takes much longer than that of others of their role; empty: there are none.
+export function slower(nodes) {
+  const found = groups(nodes).flatMap(({ members }) => {
+    const paces = members.map(({ pace }) => pace).filter(known).sort((a, b) => a - b), usual = paces[Math.floor((paces.length - 1) / 2)];
+    return members.filter(({ pace }) => paces.length > 1 && pace > SLOWER * usual).map(({ id, pace }) => `${id} takes ${paced(pace)} what its profile says, where ${paced(usual)} is usual`);
+  });
+  return found.length ? `Slower than the others of its role: ${found.slice(0, 4).join("; ")}${found.length > 4 ? `; and ${found.length - 4} more` : ""}. It gets less work for it.` : "";
+}
+const paced = (pace) => (known(pace) ? `${pace.toFixed(pace < 9.95 ? 1 : 0)} times` : "–");
+
+// Which nodes were the fullest at `TIGHT` or more, or when requests were rejected for want of their role: {node, budget,
+// seconds, beyond, worst, rejected, atS}; first those that were far beyond it for long, not those that touched it often.
+export function bottlenecks(fullest) {
+  const { nodes, budgets: names, budget, share, first, step_s: stepS } = fullest, found = new Map();
   nodes.forEach((node, at) => {
-    if (!(share[at] >= TIGHT)) return;
+    const lack = { came: fullest.came[at], prefill: fullest.prefill[at], decode: fullest.decode[at] }, role = short(lack);
+    if (!(share[at] >= TIGHT) && !(role && share[at] >= 0)) return;
     const name = names[budget[at]], key = `${node} ${name}`;
-    const one = found.get(key) ?? { node, budget: name, seconds: 0, beyond: 0, worst: 0, atS: 0 };
+    const one = found.get(key) ?? { node, budget: name, seconds: 0, beyond: 0, worst: 0, rejected: 0, atS: 0 };
+    const rejected = role && OF_ROLE[role].includes(name) ? lack[role] : 0;
     one.seconds += stepS;
-    one.beyond += stepS * (share[at] - TIGHT);
+    one.beyond += stepS * (Math.max(0, share[at] - TIGHT) + (rejected ? rejected / lack.came : 0));
+    one.rejected += rejected;
     if (share[at] > one.worst) Object.assign(one, { worst: share[at], atS: (first + at) * stepS });
     found.set(key, one);
   });
@@ -89,8 +130,8 @@ export function made(node) {
   return `${count(node.step_rows)} ${node.step_rows === 1 ? "row" : "rows"} + ${count(node.step_prompt_tokens)} of ${count(node.step_budget)} tokens`;
 }
 
-function fullestOf(nodes, bounds, many) {
-  const shares = new Map(nodes.map((node) => [node, budgets(node, bounds)[0]?.share ?? 0]));
+function fullestOf(nodes, limits, many) {
+  const shares = new Map(nodes.map((node) => [node, budgets(node, limits)[0]?.share ?? 0]));
   return [...nodes].sort((a, b) => shares.get(b) - shares.get(a)).slice(0, many);
 }
 
@@ -102,34 +143,35 @@ export function groups(nodes) {
   }).filter(({ members }) => members.length);
 }
 
-const level = (node, bounds) => {
-  const share = budgets(node, bounds)[0]?.share ?? 0;
+const level = (node, limits) => {
+  const share = budgets(node, limits)[0]?.share ?? 0;
   return node.draining ? "draining" : share >= 0.9 ? "full" : share >= 0.6 ? "busy" : share >= 0.3 ? "some" : "calm";
 };
-const LEVELS = [["calm", "under 30 %"], ["some", "30 to 60 %"], ["busy", "60 to 90 %"], ["full", "90 % and more of a bound"], ["draining", "draining"]];
+const LEVELS = [["calm", "under 30 %"], ["some", "30 to 60 %"], ["busy", "60 to 90 %"], ["full", "90 % and more of a budget"], ["draining", "draining"]];
 
-function spoken(node, bounds) {
+function spoken(node, limits) {
   const parts = [`${count(node.running)} running`, made(node) && `last step ${made(node)}`, node.queued_tokens !== undefined && `${count(node.queued_tokens)} prompt tokens queued`];
   if (node.queue_s !== null) parts.push(`queue ${seconds(node.queue_s)}`);
   if (node.step_s !== null) parts.push(`step ${seconds(node.step_s)}`);
-  return `${node.id} on ${node.host}: ${parts.filter(Boolean).join(", ")}, KV held ${percent(held(node))}${node.draining ? ", draining" : ""}${level(node, bounds) === "full" ? ", full" : ""}`;
+  return `${node.id} on ${node.host}: ${parts.filter(Boolean).join(", ")}, KV held ${percent(held(node))}${node.draining ? ", draining" : ""}${level(node, limits) === "full" ? ", full" : ""}`;
 }
 
-function card(node, bounds, first) {
+function card(node, limits, first) {
   const href = `#/node/${encodeURIComponent(node.id)}`, tab = first ? 0 : -1;
-  const tight = budgets(node, bounds)[0];
-  return element("a", { href, class: `node card ${level(node, bounds)}`, "data-key": node.id, "data-node": node.id, tabindex: tab },
+  const tight = budgets(node, limits)[0], cached = node.blocks && known(node.cached) ? `, cached ${percent(Math.max(0, node.cached - node.held) / node.blocks)}` : "";
+  return element("a", { href, class: `node card ${level(node, limits)}`, "data-key": node.id, "data-node": node.id, tabindex: tab },
     element("b", {}, node.id),
     element("span", { class: "what" }, node.queue_s === null ? "" : `queue ${seconds(node.queue_s)}${node.queued_tokens === undefined ? "" : `, ${count(node.queued_tokens)} tokens`}`),
     element("span", { class: "what" }, node.step_s !== null ? `${count(node.running)} running, step ${seconds(node.step_s)}` : node.roles ? `${count(node.running)} running` : "keeps blocks"),
     element("span", { class: "what" }, made(node)),
-    bar([[held(node), "held"], [node.blocks ? Math.max(0, node.cached - node.held) / node.blocks : 0, "cached"]]),
-    element("span", { class: "what small" }, node.draining ? "draining" : tight ? `tightest: ${percent(tight.share)} ${tight.name}` : `${count(node.held)} of ${count(node.blocks)} blocks`));
+    element("span", { class: "what" }, held(node) === null ? "" : `KV held ${percent(held(node))}${cached}`),
+    tight ? bar([[tight.share, level(node, limits)]]) : null,
+    element("span", { class: "what small" }, node.draining ? "draining" : tight ? `tightest: ${BUDGETS[tight.name]}, ${percent(tight.share)}` : `${count(node.held)} of ${count(node.blocks)} blocks`));
 }
 
-function square(node, bounds, first) {
-  const words = spoken(node, bounds);
-  return element("a", { href: `#/node/${encodeURIComponent(node.id)}`, class: `node square ${level(node, bounds)}`, "data-key": node.id, "data-node": node.id,
+function square(node, limits, first) {
+  const words = spoken(node, limits);
+  return element("a", { href: `#/node/${encodeURIComponent(node.id)}`, class: `node square ${level(node, limits)}`, "data-key": node.id, "data-node": node.id,
     tabindex: first ? 0 : -1, "aria-label": words, title: words });
 }
 
@@ -155,8 +197,8 @@ function moments({ fullest, span, atS }) {
 function ofTheSpan({ fullest, span }) {
   const found = bottlenecks(fullest), last = span === "day" ? "day" : "hour";
   if (!found.length) return empty(`No node was the fullest at ${percent(TIGHT)} or more of a budget in the last ${last}.`);
-  return table(`Bottlenecks of the last ${last}, the worst first`, ["node", ["budget", TERMS[0][1]], ["how long", "The time in which it was the fullest of all, at 60 % or more."], "worst", "worst at"],
-    found.slice(0, TABLED).map((each) => row([link(each.node), BUDGETS[each.budget], age(each.seconds), percent(each.worst),
+  return table(`Bottlenecks of the last ${last}, the worst first`, ["node", ["budget", TERMS[0][1]], ["how long", "The time in which it was the fullest of all, at 60 % or more, or requests were rejected for want of its role."], "worst", ["rejected", "Requests that were rejected in that time for want of its role."], "worst at"],
+    found.slice(0, TABLED).map((each) => row([link(each.node), BUDGETS[each.budget], age(each.seconds), percent(each.worst), each.rejected ? count(each.rejected) : "–",
       element("a", { href: `#/cluster/at/${each.atS}${span === "day" ? "/day" : ""}` }, clock(each.atS, span === "day", true))], { "data-key": `${each.node} ${each.budget}` })));
 }
 
@@ -170,30 +212,33 @@ function inTheMove({ told }) {
 }
 
 const COLUMNS = ["node", "host", "roles", ["queue", TERMS[2][1]], ["step", TERMS[3][1]], "running"];
-const NOW = [["last step", TERMS[4][1]], ["queued tokens", "Prompt tokens that wait on it to be computed."], ["context tokens", "Tokens of all requests there, whose KV each step reads."]];
+const NOW = [["pace", TERMS[4][1]], ["last step", TERMS[5][1]], ["queued tokens", "Prompt tokens that wait on it to be computed."], ["context tokens", "Tokens of all requests there, whose KV each step reads."]];
 
 function tabled({ told, nodes, atS }) {
   const isNow = atS === null;
   return table(nodes.length > CARDS ? `The ${TABLED} nodes with the fullest budgets` : "Nodes, the fullest first",
     [...COLUMNS, ...(isNow ? NOW : []), "KV held", ["tightest", TERMS[0][1]], ...(isNow ? ["heard"] : [])],
-    fullestOf(nodes, told.bounds, TABLED).map((node) => { const tight = budgets(node, told.bounds)[0];
-      return row([link(node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), ...(isNow ? [made(node) || "–", count(node.queued_tokens), count(node.context_tokens)] : []),
-        isNow ? `${percent(held(node))} of ${count(node.blocks)}` : percent(held(node)), element("td", {}, tight ? bar([[tight.share, level(node, told.bounds)]]) : "", tight ? ` ${percent(tight.share)}` : "–"),
+    fullestOf(nodes, told.limits, TABLED).map((node) => { const tight = budgets(node, told.limits)[0];
+      return row([link(node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), ...(isNow ? [paced(node.pace), made(node) || "–", count(node.queued_tokens), count(node.context_tokens)] : []),
+        isNow ? `${percent(held(node))} of ${count(node.blocks)}` : percent(held(node)), element("td", {}, tight ? bar([[tight.share, level(node, told.limits)]]) : "", tight ? ` ${percent(tight.share)} ${BUDGETS[tight.name]}` : "–"),
         ...(isNow ? [node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`] : [])], { "data-key": node.id }); }));
 }
 
 export function draw(found) {
-  const { told, nodes, atS } = found, bounds = told.bounds, heading = element("h2", { tabindex: -1 }, "Cluster");
+  const { told, nodes, atS } = found, { bounds, limits } = told, heading = element("h2", { tabindex: -1 }, "Cluster");
   if (!nodes.length && atS === null) return [heading, empty("No node is attached. ", element("code", {}, "conductor up"), " starts some; ", element("code", {}, "conductor doctor"), " says why one does not come."), ...(found.fullest.nodes.length ? moments(found) : [])];
   const isSmall = nodes.length > CARDS, shape = isSmall ? square : card;
   let first = true;
-  const one = (node) => { const made = shape(node, bounds, first); first = false; return made; };
+  const one = (node) => { const made = shape(node, limits, first); first = false; return made; };
   const picture = groups(nodes).map(({ name, members, hosts }) => element("section", { class: "group", "data-key": name, "aria-label": `${name}, ${members.length} nodes` },
     element("h3", {}, `${name} `, element("small", {}, members.length)),
     hosts.map(([host, there]) => element("div", { class: "host", "data-key": host }, element("p", { class: "note" }, host, there.length > 1 ? ` · ${there.length}` : ""), element("div", { class: isSmall ? "squares" : members.length > COLUMN ? "cards" : "cards column" }, there.map(one))))));
+  const stepS = found.fullest.step_s, period = Math.max(MINUTE_S, stepS), untilS = atS === null ? found.fullest.next * stepS : Math.floor(atS / stepS + 1) * stepS;
+  const lack = lacked(found.fullest, untilS - period, untilS), slow = atS === null ? slower(nodes) : "";
   return [
     heading,
-    element("p", { class: "sentence", role: atS === null ? null : "status" }, nodes.length ? bottleneck(nodes, bounds, atS) : `Nothing is recorded of ${clock(atS, true, true)}: the conductor keeps a day, since its start.`),
+    element("p", { class: "sentence", role: atS === null ? null : "status" }, nodes.length ? bottleneck(nodes, limits, atS, lack, period === MINUTE_S ? "minute" : "five minutes") : `Nothing is recorded of ${clock(atS, true, true)}: the conductor keeps a day, since its start.`),
+    slow ? element("p", { class: "sentence" }, slow) : null,
     bounds.ttft_s || bounds.tbt_s ? null : element("p", { class: "note" }, "Without slo.ttft_s and slo.tbt_s in cluster.yaml only KV has a budget."),
     ...moments(found),
     element("div", { class: "picture", id: "picture" }, picture, element("svg:svg", { id: "flows", "aria-hidden": "true", "data-kept": true, "data-key": "flows" }), element("div", { id: "dots", "aria-hidden": "true", "data-kept": true, "data-key": "dots" })),
@@ -247,12 +292,12 @@ export const node = {
     const heading = [element("p", { class: "note" }, element("a", { href: "#/cluster" }, "Cluster"), ` › ${found?.roles || "node"}`), element("h2", { tabindex: -1 }, "Node ", element("code", {}, id))];
     if (!found && !told) return [...heading, empty("No such node is or was attached.")];
     const facts = found ? [["host", found.host], ["roles", found.roles || "storage"], ["running", count(found.running)], ["prompt tokens queued", count(found.queued_tokens)],
-      ["queue", seconds(found.queue_s)], ["step", seconds(found.step_s)], ["KV held", `${count(found.held)} of ${count(found.blocks)}`], ["cached", count(found.cached)]] : [];
+      ["queue", seconds(found.queue_s)], ["step", seconds(found.step_s)], ["KV held", `${count(found.held)} of ${count(found.blocks)}`], ["cached", count(found.cached)], ["pace", paced(found.pace)]] : [];
     const shown = told ? unpacked(told) : null, from = told ? told.first * told.step_s : 0;
     const line = (label, name, how = "mean") => ({ label, column: shown[name], how });
     const flows = now.told.links.filter(([a, b]) => a === id || b === id);
     return [...heading,
-      found ? element("p", { class: "sentence" }, budgets(found, now.told.bounds).map(({ name, share }) => `${percent(share)} of its ${name}`).join(", ") || "It has no budget", ".", made(found) ? ` Its last step: ${made(found)} of prompts.` : "") : empty("It has left; this is what it did."),
+      found ? element("p", { class: "sentence" }, budgets(found, now.told.limits).map(({ name, share }) => `${percent(share)} of its ${BUDGETS[name]}`).join(", ") || "It has no budget", ".", made(found) ? ` Its last step: ${made(found)} of prompts.` : "") : empty("It has left; this is what it did."),
       element("dl", { class: "numbers" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
       element("div", { class: "choice", role: "group", "aria-label": "How long" }, [["hour", "Hour"], ["day", "Day"]].map(([name, words]) => element("a", { href: `#/node/${encodeURIComponent(id)}/${name}`, "aria-current": name === span ? "true" : null }, words))),
       shown ? element("div", { class: "charts" }, [

@@ -8,7 +8,7 @@ export const WIDTH = 360, HEIGHT = 120; // of a chart, in its own units
 
 const NOTHING = "–";
 const NUMBERS = new Intl.NumberFormat("en"); // made once: toLocaleString makes one for each number
-const known = (value) => value !== null && value !== undefined && !Number.isNaN(value);
+export const known = (value) => value !== null && value !== undefined && !Number.isNaN(value);
 
 export function seconds(value) {
   if (!known(value)) return NOTHING;
@@ -29,7 +29,7 @@ export function age(value) {
 }
 
 export function percent(share) {
-  return known(share) ? `${(100 * share).toFixed(share < 0.0995 || share > 0.995 ? 1 : 0)} %` : NOTHING;
+  return known(share) ? `${(100 * share).toFixed(share < 0.0995 || (share > 0.995 && share < 1.0005) ? 1 : 0)} %` : NOTHING;
 }
 
 export function count(value) {

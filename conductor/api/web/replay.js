@@ -3,7 +3,7 @@
 
 import { bar, count, element, empty, P99, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { ask } from "./data.js";
-import { now } from "./cluster.js";
+import { now, slower } from "./cluster.js";
 
 const TIMEOUT_MS = 130000;
 const MAX_FILE_BYTES = 64 << 20;
@@ -34,10 +34,16 @@ const points = (difference) => `${Number((100 * Math.abs(difference)).toPrecisio
 // measured of the same requests; a difference that is smaller than the replay's own error is no answer.
 export function verdict(runs, called, was = null) {
   if (runs.length < 2) return "";
-  const now = runs[0];
-  const best = runs.slice(1).reduce((a, b) => (share(b) > share(a) ? b : a));
-  const more = share(best) - share(now), name = called[best.nodes] ?? best.nodes;
+  const now = runs[0], others = runs.slice(1), nameOf = ({ nodes }) => called[nodes] ?? nodes;
+  const best = others.reduce((a, b) => (share(b) > share(a) ? b : a));
+  const more = share(best) - share(now), name = nameOf(best);
   const error = was ? Math.abs(share({ report: was }) - share(now)) : 0;
+  const one = others.filter((run) => nameOf(run).startsWith("one more"));
+  if (more > 0.005 && one.length > 1) { // each role is answered by itself
+    const said = (run) => { const gain = share(run) - share(now); return `${nameOf(run)}, ${gain > Math.max(0.005, error) ? "yes" : gain > 0.005 ? "perhaps" : "no"} (${run.nodes}: ${percent(share(run))} would have been served within their bounds, instead of ${percent(share(now))})`; };
+    const told = one.map(said).join("; "), moved = others.filter((run) => !one.includes(run) && share(run) - share(now) > Math.max(0.005, error)).map((run) => `${nameOf(run)} (${run.nodes}: ${percent(share(run))})`);
+    return `${told[0].toUpperCase()}${told.slice(1)}.${moved.length ? ` Without another node: ${moved.join(", ")}.` : ""}${more <= error ? ` The replay is ${points(error)} from what was measured: that is more than the difference.` : ""}`;
+  }
   if (more > 0.005 && more <= error) return `Perhaps: with ${name} (${best.nodes}) the replay has ${percent(share(best))} within their bounds instead of ${percent(share(now))}, but ${points(error)} is how far it is from what was measured.`;
   if (more > 0.005) return `Yes: with ${name} (${best.nodes}) ${percent(share(best))} would have been served within their bounds, instead of ${percent(share(now))}.`;
   const sooner = now.report.ttft_s.p99 - best.report.ttft_s.p99;
@@ -63,7 +69,7 @@ const EXPLAINED = COLUMNS.filter((column) => column !== "change" && !column[0].s
 const reported = (nodes, change, report, about, attributes) => row([element("b", {}, nodes), change, element("td", {}, bar([[report.served_within, "held"]]), ` ${percent(report.served_within)}`), count(report.rejected), seconds(report.ttft_s.p50), seconds(report.ttft_s.p99), seconds(report.mean_tbt_s.p99),
   percent(report.hit_rate_tokens), `${count((report.served_within * about.requests) / Math.max(1, about.span_s))}/s`, seconds(report.prefill_gpu_s_per_request)], attributes);
 
-function outcome(which, called = {}) {
+function outcome(which, called = {}, slow = "") {
   const told = results[which];
   if (working[which]) return [element("p", { class: "sentence", role: "status" }, "It runs beside the conductor, at the lowest priority: a moment…")];
   if (!told) return [];
@@ -72,6 +78,7 @@ function outcome(which, called = {}) {
   return [
     element("p", { class: "sentence", role: "status" }, verdict(runs, called, was) || `${percent(share(runs[0]))} would have been served within their bounds.`),
     was ? element("p", { class: "note" }, errorOf(was, runs[0])) : null,
+    was && slow ? element("p", { class: "note" }, `${slow} The replay has ${Object.keys(runs[0].slow_nodes).length ? "it as slow" : "all nodes as fast as their profile says"}.`) : null,
     element("p", { class: "note" }, `${count(about.requests)} requests over ${seconds(about.span_s)}, blocks of ${about.block_size} tokens.`, was?.failed ? ` ${count(was.failed)} of them failed, or their clients left.` : ""),
     table(was ? "What was, and what would have been" : "In virtual time", COLUMNS, [
       ...(was ? [reported("measured", "what really was", was, about, { "data-key": "measured", class: "chosen" })] : []),
@@ -165,7 +172,7 @@ export const whatif = {
       element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped? The first row is what really was."),
       element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
         element("div", { class: "row" }, field("nodes", "Clusters, the present one first", found.map(([name]) => name).join(" "), { size: 34 }), bounds(told), element("button", {}, "Replay the last hour"))),
-      ...outcome("whatif", called),
+      ...outcome("whatif", called, slower(nodes)),
       results.whatif || working.whatif ? null : empty("Press the button: it takes some seconds, beside the conductor. 2P1D is two prefill nodes and one decode node, 4C four of both roles."),
     ].filter(Boolean);
   },

@@ -1,6 +1,6 @@
 // Requests: lists of them, and the waterfall of one, every part predicted beside actual, attempt by attempt.
 
-import { age, clock, count, element, empty, row, seconds, table, TBT, TTFT, words } from "./draw.js";
+import { age, clock, count, element, empty, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { page } from "./data.js";
 import { link as node } from "./cluster.js";
 
@@ -16,6 +16,7 @@ const NONE = {
 export const PARTS = {
   received: ["read and tokenised", "The request was read and checked, and its text turned into tokens."],
   waited: ["waited to be placed", "It waited at the conductor until a node could take it in time."],
+  ahead: ["others before it", "Of a rejected request: those who waited at the conductor before it, and would have been placed first."],
   dispatched: ["sent to the nodes", "Messages from the conductor to the two nodes and back, and what of the time to the first token no other part covers."],
   reserved: ["blocks set aside for it", "Within it: the decode node set aside memory (KV blocks) for the request."],
   queued: ["queued on the prefill node", "Its prompt waited there behind others."],
@@ -126,7 +127,7 @@ function waterfall(attempt) {
   ], { class: part.name === most ? "longest" : null }));
   const sum = (which) => seconds(bars[`${which}_s`]);
   rows.push(row([element("th", { scope: "row" }, "all"), sum("predicted"), sum("actual"), element("td", { class: "lanes note" }, `0 to ${seconds(whole)}`)], { class: "sum" }));
-  return element("div", { class: "waterfall" }, table("Where its time went: pale is predicted, full is actual", ["part", "predicted", "actual", "when"], rows));
+  return element("div", { class: "waterfall" }, table(attempt.rejected ? "Where its time would have gone, as predicted" : "Where its time went: pale is predicted, full is actual", ["part", "predicted", "actual", "when"], rows));
 }
 
 // Whether the first token came past its bound, or long after it was predicted.
@@ -140,15 +141,37 @@ const longestOf = (parts) => parts.reduce((most, part) => (!part.beneath && part
 
 // The name of the part that took longest, before the first token if that was slow or alone is known; empty: nothing is.
 export function longest(attempt) {
+  if (attempt.rejected) return attempt.parts.reduce((most, part) => (part.predicted_s > (most?.predicted_s ?? 0) ? part : most), null)?.name ?? "";
   const isSlow = isSlowStart(attempt);
   return longestOf(attempt.parts.filter((part) => !(isSlow && part.name === "decoded")))?.name ?? "";
+}
+
+const LACKED = { prefill: "It lacked a prefill node.", decode: "It lacked a decode node.", speed: "It lacked speed: not even an idle node would have been in time, however many there are." };
+const REASONS = {
+  no_prefill_node: "no prefill node was there", no_decode_node: "no decode node was there", no_free_blocks: "no decode node had KV blocks for it",
+  waited: "it waited to be placed as long as it may, or would have", too_many_wait: "too many waited to be placed", ttft: "its first token would have come too late", tbt: "its tokens would have come too slowly",
+};
+
+// Why an attempt was rejected, with the numbers that were compared.
+function refused({ rejected: { reason }, judged, asked, parts }) {
+  const why = REASONS[reason] ?? reason, long = (part) => parts.find(({ name }) => name === part)?.predicted_s ?? 0;
+  if (!judged) return `Rejected: ${why}.`;
+  const share = (limit, bound) => (limit < bound ? ` (${percent(limit / bound)} of its bound: predictions are not exact)` : "");
+  if (reason === "ttft") {
+    const spent = [["behind others who waited", "ahead"], ["queued on the prefill node", "queued"], ["computing its prompt", "prefilled"]].filter(([, part]) => long(part) > 0.01 * judged.ttft_s).map(([words, part]) => `${seconds(long(part))} ${words}`);
+    return `Rejected: its first token was predicted after ${seconds(judged.ttft_s)}, and admitted are ${seconds(judged.ttft_limit_s)}${share(judged.ttft_limit_s, asked.slo[0])}. Of that ${spent.join(", ")}. ${LACKED[judged.lacks]}`;
+  }
+  if (reason === "tbt") {
+    const added = judged.displaced_s > 0 ? `, ${seconds(judged.displaced_s)} of it because it takes the room of several while many are rejected` : "";
+    return `Rejected: the steps of decode nodes would have come to ${seconds(judged.tbt_s)}${added}, and admitted are ${seconds(judged.tbt_limit_s)}${share(judged.tbt_limit_s, asked.slo[1])}. ${LACKED[judged.lacks]}`;
+  }
+  return `Rejected: ${why}. ${LACKED[judged.lacks]}`;
 }
 
 // What became of an attempt, and what took most of the time to its first token.
 export function sentence(attempt) {
   if (attempt.rejected) {
-    const { reason, predicted_ttft_s: ttft, predicted_tbt_s: tbt, retry_after_s: again } = attempt.rejected;
-    return `Rejected (${reason}): its first token was predicted after ${seconds(ttft)}, then one every ${seconds(tbt)}. It was told to ask again in ${seconds(again)}.`;
+    return `${refused(attempt)} It was told to ask again in ${seconds(attempt.rejected.retry_after_s)}.`;
   }
   if (!attempt.actual) return `It runs: prefill on ${attempt.placed.prefill_node}, decode on ${attempt.placed.decode_node}.`;
   const { actual, asked } = attempt, part = longestOf(attempt.parts.filter(({ name }) => name !== "decoded"));
@@ -186,7 +209,7 @@ export const one = {
         attempt.placed ? element("p", { class: "note" }, "Prefill on ", node(attempt.placed.prefill_node), ", decode on ", node(attempt.placed.decode_node),
           attempt.placed.source_node ? [`, prefix of ${attempt.placed.matched_blocks} blocks from `, node(attempt.placed.source_node)] : attempt.placed.matched_tokens ? `, ${count(attempt.placed.matched_tokens)} tokens matched there` : ", nothing matched") : null,
         waterfall(attempt),
-        candidates("Could prefill, the best first: as predicted when it was placed", attempt.prefill_candidates, COULD_PREFILL, attempt.placed?.prefill_node),
+        candidates(`Could prefill, the best first: as predicted when it was ${attempt.rejected ? "rejected" : "placed"}`, attempt.prefill_candidates, COULD_PREFILL, attempt.placed?.prefill_node),
         candidates("Could decode, the shortest step first", attempt.decode_candidates, COULD_DECODE, attempt.placed?.decode_node))),
       words("What the parts and columns mean", [...Object.values(PARTS), ...[...COULD_PREFILL, ...COULD_DECODE.filter(([key]) => key !== "matched_blocks" && key !== "tbt_s")].map(([, name, meaning]) => [name, meaning]), TTFT, TBT]),
     ];

@@ -43,7 +43,7 @@ class ShownCluster:
             for second in range(seconds):
                 self.second(second)
         arguments = service_arguments(ClusterConfig(profile="a800-llama70b", slo=BOUNDS))
-        self.replays = Replays(self.traffic, BLOCK_SIZE, arguments)
+        self.replays = Replays(self.traffic, BLOCK_SIZE, arguments, dict)
         settings = PageSettings(BOUNDS, TRACE_PAGE)
         self.data = PageData(
             self.history, self, self.membership, self.view, self.decisions, settings, self.clock
@@ -91,7 +91,7 @@ class ShownCluster:
         request = request._replace(chain=[key.to_bytes(16, "little") for key in request.chain])
         result = place(request, self.view, COST, now_s)
         made = decision(request, self.view, result, now_s - 0.1 * self.rng.random(), now_s)
-        for observer in (self.decisions, self.traffic):
+        for observer in (self.decisions, self.traffic, self.history):
             observer.decided(made)
         if not isinstance(result, Placement):
             self.rejected(name)

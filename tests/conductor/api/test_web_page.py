@@ -143,13 +143,14 @@ def test_every_kind_of_attempt_has_a_sentence_and_bars_that_add_up(modules):
     running = {**attempts[0]} | {"actual": None}
     rejected = attempts[0] | {
         "placed": None,
-        "rejected": {"reason": "ttft", "predicted_ttft_s": 9.0, "predicted_tbt_s": 0.1, "retry_after_s": 2.0},
+        "rejected": {"reason": "waited", "predicted_ttft_s": 0.0, "predicted_tbt_s": 0.0, "retry_after_s": 2},
     }
     value = json.loads(json.dumps([*attempts, running, rejected]))
     told = in_node(
         modules, "requests.js", "value.map((each) => [page.sentence(each), page.placed(each.parts)])", value
     )
-    assert told[-1][0].startswith("Rejected (ttft): its first token was predicted after 9 s")
+    assert told[-1][0].startswith("Rejected: it waited to be placed as long as it may")
+    assert told[-1][0].endswith("It was told to ask again in 2 s.")
     assert told[-2][0].startswith("It runs: prefill on")
     for (sentence, bars), attempt in zip(told[:-2], attempts, strict=True):
         actual = attempt["actual"]
@@ -174,15 +175,76 @@ def test_the_fullest_budget_is_the_bottleneck(modules):
         {**node, "id": "p0", "roles": "prefill", "step_s": None, "queue_s": 3.2},
         {**node, "id": "s0", "roles": "", "step_s": None, "held": None},
     ]
-    bounds = {"ttft_s": 4.0, "tbt_s": 0.1}
+    limits = {"queue_s": 4.0, "step_least_s": 0.03, "step_s": 0.08}
     expression = (
-        "[page.bottleneck(value.nodes, value.bounds), page.groups(value.nodes).map(({name}) => name)]"
+        "[page.bottleneck(value.nodes, value.limits, null, value.lack),"
+        " page.groups(value.nodes).map(({name}) => name)]"
     )
-    told = in_node(modules, "cluster.js", expression, {"nodes": nodes, "bounds": bounds})
-    assert told[0] == "The bottleneck now is p0: 80 % of its TTFT bound (queue), 3.2 s of 4 s."
+    told = in_node(modules, "cluster.js", expression, {"nodes": nodes, "limits": limits})
+    assert told[0] == "The bottleneck now is p0: 80 % of its queue, 3.2 s of 4 s."
     assert told[1] == ["Prefill", "Decode", "Storage"]
-    told = in_node(modules, "cluster.js", expression, {"nodes": nodes[:1], "bounds": {}})
-    assert told[0].startswith("Nothing is tight: the fullest is d0, 10 % of its KV blocks held")
+    told = in_node(modules, "cluster.js", expression, {"nodes": nodes[:1], "limits": {}})
+    assert told[0].startswith("Nothing is tight: the fullest is d0, 10 % of its KV blocks, 10 of 100.")
+    lack = {"came": 100, "prefill": 0, "decode": 12, "speed": 4}
+    told = in_node(modules, "cluster.js", expression, {"nodes": nodes, "limits": limits, "lack": lack})
+    assert told[0].startswith(
+        "The bottleneck now is decode. 12 % of the requests of the last minute were rejected"
+    )
+    assert "4.0 % of the requests of the last minute were rejected that not even an idle node" in told[0]
+    assert told[0].endswith("is d0: 40 % of its step, 50 ms where 30 ms is the least and 80 ms the most.")
+
+
+@needs_node
+def test_a_node_that_is_slower_than_the_others_of_its_role_is_named(modules):
+    nodes = [
+        {"id": name, "roles": name[:-1], "host": "h", "pace": pace}
+        for name, pace in (("prefill0", 1.1), ("prefill1", 3.04), ("prefill2", 1.0), ("decode0", 2.0))
+    ]
+    told = in_node(modules, "cluster.js", "[page.slower(value), page.slower(value.slice(2))]", nodes)
+    assert told[0].startswith(
+        "Slower than the others of its role: prefill1 takes 3.0 times what its profile says"
+    )
+    assert "decode0" not in told[0], "alone of its role it is slower than nobody"
+    assert told[1] == ""
+
+
+@needs_node
+def test_a_rejection_says_which_numbers_were_compared_and_what_was_lacking(modules):
+    judged = {
+        "lacks": "prefill",
+        "ahead_s": 1.5,
+        "ttft_s": 3.2,
+        "ttft_limit_s": 3.0,
+        "tbt_s": 0.055,
+        "tbt_limit_s": 0.051,
+        "displaced_s": 0.004,
+    }
+    parts = [
+        {"name": name, "predicted_s": 0.8, "actual_s": None, "beneath": ""} for name in ("ahead", "prefilled")
+    ]
+    attempts = [
+        {
+            "rejected": {"reason": reason, "retry_after_s": 2.0},
+            "judged": judged | {"lacks": lacks},
+            "asked": {"slo": [3.0, 0.06]},
+            "parts": parts,
+        }
+        for reason, lacks in (("ttft", "prefill"), ("ttft", "speed"), ("tbt", "decode"))
+    ]
+    told = in_node(
+        modules, "requests.js", "value.map((each) => [page.sentence(each), page.longest(each)])", attempts
+    )
+    [(late, longest), (slow, _), (dense, _)] = told
+    assert longest == "ahead"
+    assert (
+        "predicted after 3.2 s, and admitted are 3 s. Of that 800 ms behind others who waited, 800 ms" in late
+    )
+    assert "It lacked a prefill node." in late
+    assert "not even an idle node would have been in time" in slow
+    assert "would have come to 55 ms, 4 ms of it because it takes the room of several" in dense
+    assert (
+        "admitted are 51 ms (85 % of its bound: predictions are not exact). It lacked a decode node." in dense
+    )
 
 
 @needs_node
@@ -190,9 +252,9 @@ def test_an_hour_ago_is_told_by_what_was_recorded_then(modules):
     def then(kv_held):
         return {"id": "d0", "queue_s": None, "step_s": 0.03, "kv_held": kv_held, "running": 2}
 
-    expression = "value.map((node) => page.bottleneck([node], {tbt_s: 0.1}, 1790000000))"
+    expression = "value.map((node) => page.bottleneck([node], {step_s: 0.1, step_least_s: 0}, 1790000000))"
     told = in_node(modules, "cluster.js", expression, [then(0.93), then(0.4)])
-    assert re.fullmatch(r"The bottleneck at ..:..:20 was d0: 93 % of its KV blocks held\.", told[0])
+    assert re.fullmatch(r"The bottleneck at ..:..:20 was d0: 93 % of its KV blocks\.", told[0])
     assert re.fullmatch(r"Nothing was tight at ..:..:20: the fullest was d0, 40 % of .*", told[1])
 
 
@@ -205,13 +267,16 @@ async def test_bottlenecks_of_the_hour_are_by_how_far_and_how_long_and_lead_to_t
         "nodes": ["d0", "d0", "p0", None, "p0", "p0", "p0", "d0", "d0"],
         "budget": [2, 2, 0, 0, 0, 0, 0, 2, 2],
         "share": [0.7, 0.95, 0.65, None, 1.5, 0.61, 0.59, 0.6, 0.61],
+        "came": [10] * 9,
+        "prefill": [0, 0, 0, None, 0, 0, 2, 0, 0],
+        "decode": [0] * 9,
     }
     told = in_node(modules, "cluster.js", "page.bottlenecks(value)", rows)
     beyond = [one.pop("beyond") for one in told]
-    assert beyond == [pytest.approx(9.6), pytest.approx(4.6)]
+    assert beyond == [pytest.approx(11.6), pytest.approx(4.6)]
     assert told == [
-        {"node": "p0", "budget": "queue", "seconds": 30, "worst": 1.5, "atS": 1040},
-        {"node": "d0", "budget": "kv", "seconds": 40, "worst": 0.95, "atS": 1010},
+        {"node": "p0", "budget": "queue", "seconds": 40, "worst": 1.5, "rejected": 2, "atS": 1040},
+        {"node": "d0", "budget": "kv", "seconds": 40, "worst": 0.95, "rejected": 0, "atS": 1010},
     ]
 
 
@@ -298,7 +363,8 @@ def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules
         [[run("2P1D", 0.8, 2.0)], called],
     ]
     told = in_node(modules, "replay.js", "value.map(([runs, called]) => page.verdict(runs, called))", cases)
-    assert told[0].startswith("Yes: with one more prefill node (3P1D) 97 % would have been served")
+    assert told[0].startswith("One more prefill node, yes (3P1D: 97 % would have been served")
+    assert "; one more decode node, " in told[0], "each role is answered by itself"
     assert told[1].startswith(
         "No: in the replay 100.0 % are within their bounds with 2P1D already; the slowest hundredth"
     )

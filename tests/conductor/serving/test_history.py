@@ -11,11 +11,14 @@ import pytest
 
 from base.config import SloConfig
 from base.messages import Prefilled, PrefillTimes
-from base.request import Role, SampledToken
-from conductor.placing.decisions import Actual
+from base.request import Role, SampledToken, Slo
+from conductor.placing.admission import TBT_HEADROOM
+from conductor.placing.decisions import Actual, decision
 from conductor.placing.explain import Decisions
+from conductor.placing.placement import Rejection, RejectReason
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.serving.budgets import Budgets, Limits
 from conductor.serving.fullest import Fullest
 from conductor.serving.history import (
     CLUSTER_SERIES,
@@ -195,7 +198,13 @@ def test_a_thousand_nodes_take_less_than_eight_mb():
         cluster.history.nodes.clear()
         before, _ = tracemalloc.get_traced_memory()
         kept = History(
-            cluster.metrics, cluster.membership, cluster.view, COST, cluster.clock, lambda: SINCE_1970_S, SLO
+            cluster.metrics,
+            cluster.membership,
+            cluster.view,
+            COST,
+            cluster.clock,
+            lambda: SINCE_1970_S,
+            cluster.history.budgets,
         )
         for _ in range(62):
             cluster.clock.advance(10.0)
@@ -322,9 +331,10 @@ async def test_the_node_that_was_fullest_is_known_when_another_one_is_or_it_has_
     rows = array("f", base64.b64decode(told["rows"]))
     fullest = [told["nodes"][-at] for at in (9, 6, 1)]
     assert fullest == ["n1", "n0", "n0"]
-    assert {told["budgets"][int(budget)] for budget in rows[::2]} == {"kv"}
-    assert rows[-2 * 9 + 1] == pytest.approx(0.9)
-    assert rows[-1] == pytest.approx(0.5)
+    width = len(told["names"])
+    assert {told["budgets"][int(budget)] for budget in rows[::width]} == {"kv"}
+    assert rows[-9 * width + 1] == pytest.approx(0.9)
+    assert rows[-width + 1] == pytest.approx(0.5)
     before, now = by_name(await data.answer(at(cluster, 80))), by_name(await data.answer(at(cluster, 5)))
     assert before["n1"]["kv_held"] == pytest.approx(0.9, abs=1e-3)
     assert (before["n1"]["host"], before["n0"]["host"]) == (None, "here"), "of one that left no host is known"
@@ -346,7 +356,53 @@ async def test_who_waits_to_be_placed_is_in_the_queue_of_each_node_that_prefills
     assert (now["n0"]["queue_s"], now["n1"]["queue_s"]) == (1.5, None)
     told = json.loads(await data.answer("fullest"))
     rows = array("f", base64.b64decode(told["rows"]))
-    assert (told["nodes"][-1], rows[-1]) == ("n0", pytest.approx(0.75)), "of a bound of 2 s"
+    share = rows[-len(told["names"]) + 1]
+    assert (told["nodes"][-1], share) == ("n0", pytest.approx(0.075)), "of 2 s, in the mean of ten seconds"
+
+
+async def test_requests_that_were_rejected_say_whose_budget_is_the_bottleneck():
+    cluster = Cluster(2)
+    data = data_of(cluster)
+    cluster.beat(cluster.membership.sessions[1], held=1_000)
+    cluster.pass_seconds(10)
+    asked = make_request(slo=Slo(ttft_slo_s=0.01))
+    for reason in (RejectReason.TTFT, RejectReason.WAITED, RejectReason.TBT):
+        result = Rejection(asked.request_id, reason, 1.0)
+        cluster.history.decided(decision(asked, cluster.view, result, 0.0, 0.0))
+    cluster.serve(0.1, 0.01)
+    cluster.pass_seconds(10)
+    cluster.pass_seconds(10)
+    told = json.loads(await data.answer("fullest"))
+    rows = array("f", base64.b64decode(told["rows"]))
+    names = told["names"]
+    column = {name: rows[at :: len(names)].tolist()[-3:] for at, name in enumerate(names)}
+    assert told["nodes"][-3:] == ["n1", "n0", "n1"], "the node that prefills, though another one is fuller"
+    assert [told["budgets"][int(budget)] for budget in column["budget"]] == ["kv", "queue", "kv"]
+    # of 10 blocks of 512 tokens the prompt takes longer than its bound on any node
+    lacked = {name: column[name][1] for name in ("came", "prefill", "decode", "speed")}
+    assert lacked == {"came": 3.0, "prefill": 1.0, "decode": 1.0, "speed": 1.0}
+    assert column["came"][2] == 0.0
+
+
+async def test_what_a_node_may_use_up_leaves_a_prompt_the_time_to_be_computed():
+    cluster = Cluster(2)
+    data = data_of(cluster)
+    unbounded = json.loads(await data.answer("now"))["limits"]
+    cluster.serve(0.5, 0.01)
+    cluster.clock.advance(2.0)
+    told = json.loads(await data.answer("now"))
+    assert (unbounded["queue_s"], unbounded["step_s"]) == (2.0, None), "nothing bounds steps here"
+    assert told["limits"]["queue_s"] == pytest.approx(1.5)
+    assert by_name(told)["n0"]["pace"] == 1.0
+    bounded = Budgets(SloConfig(0.1, 0.08), COST, SchedulerSettings(ttft_headroom=0.85))
+    for _ in range(3):
+        bounded.computed(1.0)
+    limits = bounded.limits
+    assert limits.queue_s == pytest.approx(0.2 * 0.085), "however long prompts take"
+    assert (limits.step_least_s, limits.step_s) == (COST.decode_step_s(1, 0), 0.08 * TBT_HEADROOM)
+    middle_s = (limits.step_least_s + limits.step_s) / 2
+    assert limits.shares((math.nan, middle_s, 0.3))[1:] == [pytest.approx(0.5), 0.3]
+    assert limits.shares((0.0, 0.0, 0.3))[:2] == [0.0, 0.0], "a step faster than the profile's is none"
 
 
 async def test_a_moment_before_the_last_hour_is_of_the_day_and_one_before_all_is_empty():
@@ -368,17 +424,17 @@ async def test_a_moment_before_the_last_hour_is_of_the_day_and_one_before_all_is
 
 
 def test_a_queue_and_a_step_are_shares_of_their_bounds_and_no_bound_is_no_budget():
-    fullest = Fullest(10, 100, SloConfig(ttft_s=4.0))
-    fullest.put(0, {"p": (3.0, math.nan, 0.5, 1.0), "d": (math.nan, 9.0, 0.7, 1.0)})
-    fullest.put(1, {"p": (math.nan, math.nan, math.nan, math.nan)})
-    fullest.put(2, {"p": (0.0, math.nan, 0.2, 0.0), "d": (math.nan, 9.0, 0.1, 1.0)})
-    fullest.put(2, {"late": (9.0, math.nan, 0.2, 0.0)})
+    fullest, limits = Fullest(10, 100), Limits(4.0, 0.0, math.inf)
+    fullest.put(0, {"p": (3.0, math.nan, 0.5, 1.0), "d": (math.nan, 9.0, 0.7, 1.0)}, limits)
+    fullest.put(1, {"p": (math.nan, math.nan, math.nan, math.nan)}, limits)
+    fullest.put(2, {"p": (0.0, math.nan, 0.2, 0.0), "d": (math.nan, 9.0, 0.1, 1.0)}, limits)
+    fullest.put(2, {"late": (9.0, math.nan, 0.2, 0.0)}, limits)
     told = fullest.to_json()
     rows = array("f", base64.b64decode(told["rows"]))
     assert rows[:2].tolist() == [0.0, 0.75]
     assert (told["nodes"][0], told["nodes"][2]) == ("p", "p")
-    assert math.isnan(rows[3]), "nothing is known of that row"
-    assert rows[5] == pytest.approx(0.2)
+    assert math.isnan(rows[len(told["names"]) + 1]), "nothing is known of that row"
+    assert rows[2 * len(told["names"]) + 1] == pytest.approx(0.2)
 
 
 async def test_a_thousand_nodes_are_told_of_in_few_bytes():

@@ -12,15 +12,15 @@ import pytest
 
 from base.config import ClusterConfig, SloConfig
 from base.errors import InvalidRequestError, RejectedError
-from base.request import RequestId, Slo
+from base.request import RequestId, Role, Slo
 from conductor.placing.decisions import Actual, decision
 from conductor.placing.scheduler import place
 from conductor.replay.arguments import service_arguments
 from conductor.replay.trace_formats import read_trace
 from conductor.serving import replays as module
-from conductor.serving.replays import Replays
+from conductor.serving.replays import Replays, paces_of, slow_nodes
 from conductor.serving.traffic import KEPT_S, Traffic, measured, trace_lines
-from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view
+from tests.conductor.builders import BLOCK_SIZE, make_cost, make_info, make_request, make_view
 from tests.manual_clock import ManualClock
 
 COST = make_cost()
@@ -140,8 +140,8 @@ def text_of(path):
     return path.read_text()
 
 
-def replays_of(traffic=None):
-    return Replays(traffic or Traffic(ManualClock()), BLOCK_SIZE, ARGUMENTS)
+def replays_of(traffic=None, paces=dict):
+    return Replays(traffic or Traffic(ManualClock()), BLOCK_SIZE, ARGUMENTS, paces)
 
 
 async def test_a_trace_is_replayed_as_the_command_does(tmp_path):
@@ -166,11 +166,38 @@ async def test_the_last_hour_is_replayed_where_no_trace_is_sent():
         await replays_of(traffic).run("", ["1P1D"], [])
     for number in range(5):
         ask(traffic, f"r{number}", float(number), first_block=10 * number)
+    told = await replays_of(traffic, lambda: {"P": [3.0], "D": [1.1]}).run("", ["1P1D", "2P1D"], [])
+    slow, more = told["runs"]
+    assert slow["slow_nodes"] == more["slow_nodes"] == {"p0": 3.0}
     told = await replays_of(traffic).run("", ["1P1D"], [], Slo(2.0, 0.25))
+    assert told["runs"][0]["slow_nodes"] == {}
+    prefill_s = [run["report"]["prefill_gpu_s_per_request"] for run in (slow, told["runs"][0])]
+    assert prefill_s[0] == pytest.approx(3 * prefill_s[1], rel=0.01), "as slow as it was measured to be"
     assert told["runs"][0]["report"]["requests"] == told["measured"]["requests"] == 5
     assert {"ttft_s", "mean_tbt_s", "served_within", "hit_rate_tokens"} <= {*told["measured"]} & told["runs"][
         0
     ]["report"].keys(), "one name for one figure"
+
+
+def test_slow_nodes_are_those_that_would_be_left_and_what_is_added_is_not_slow():
+    paces = {"P": [3.0, 1.0, 2.0, 1.2], "D": [1.0], "C": [1.5]}
+    assert slow_nodes("4P1D", paces) == {"p2": 2.0, "p3": 3.0}
+    assert slow_nodes("5P2D1C", paces) == {"p2": 2.0, "p3": 3.0, "c0": 1.5}
+    assert slow_nodes("3p1d", paces) == {"p2": 2.0}, "the slowest would have gone"
+    assert slow_nodes("2C", {}) == {}
+
+
+def test_paces_are_by_role_and_of_a_node_of_both_the_slower():
+    view = make_view(2, 1, COST)
+    view.add_node(make_info("c0", Role.PREFILL, Role.DECODE), 0.0)
+    for _ in range(50):
+        view.corrections.observe("p1", "prefill", 1.0, 3.0)
+        view.corrections.observe("c0", "decode", 1.0, 2.0)
+    paces = paces_of(view)
+    assert paces["P"][0] == 1.0
+    assert paces["P"][1] == pytest.approx(3.0, rel=0.1)
+    assert paces["D"] == [1.0]
+    assert paces["C"] == [pytest.approx(2.0, rel=0.1)]
 
 
 @pytest.mark.parametrize(
