@@ -202,7 +202,7 @@ async def test_a_moment_is_chosen_by_keyboard_by_click_and_from_the_history(mode
     focus, listed, worst, nothing = await shown(model, cluster, look, tmp_path)
     assert focus[0] == "moment", "the slider keeps the focus"
     assert focus[1].startswith("#/cluster/at/")
-    assert "KV blocks held" in listed
+    assert "KV blocks" in listed
     assert worst.startswith("The bottleneck at ")
     assert "99 % of its KV blocks held" in worst
     assert nothing
