@@ -5,11 +5,11 @@
 // squares, grouped. Either way each is a link. The flows are curves from node to node, drawn above the picture and spoken
 // of in the table below it (`flows.js`).
 
-import { age, bar, bytes, chart, clock, count, element, empty, known, KV, momentAt, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
+import { age, bar, bytes, chart, clock, count, element, empty, known, KV, momentAt, morph, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { columns as unpacked, page, seldom } from "./data.js";
 import { flow, flowing } from "./flows.js";
 
-const CARDS = 24, COLUMN = 6, TABLED = 24, TIGHT = 0.6, NOTABLE = 0.01, SLOWER = 1.5, MINUTE_S = 60;
+const CARDS = 24, COLUMN = 6, TABLED = 24, TIGHT = 0.6, NOTABLE = 0.01, SLOWER = 1.5, MINUTE_S = 60, AT_ONCE = 60;
 const GROUPS = [["prefill", "Prefill"], ["decode+prefill", "Both roles"], ["decode", "Decode"], ["", "Storage"]];
 const BUDGETS = { queue: "queue", step: "step", kv: "KV blocks" };
 const OF_ROLE = { prefill: ["queue"], decode: ["step", "kv"] };
@@ -224,15 +224,23 @@ function tabled({ told, nodes, atS }) {
         ...(isNow ? [node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`] : [])], { "data-key": node.id }); }));
 }
 
-export function draw(found) {
-  const { told, nodes, atS } = found, { bounds, limits } = told, heading = element("h2", { tabindex: -1 }, "Cluster");
-  if (!nodes.length && atS === null) return [heading, empty("No node is attached. ", element("code", {}, "conductor up"), " starts some; ", element("code", {}, "conductor doctor"), " says why one does not come."), ...(found.fullest.nodes.length ? moments(found) : [])];
+// What a refresh puts into its place frame by frame, so that none is late: the first of each is where, its attributes, and
+// what is there.
+const PARTS = [["groups", { class: "groups" }, pictured], ["span", {}, (found) => [ofTheSpan(found)]], ["moving", {}, (found) => (found.atS === null ? [inTheMove(found)] : [])], ["nodes", {}, (found) => (found.nodes.length ? [tabled(found)] : [])]];
+const holder = (name) => element("div", { ...PARTS.find(([each]) => each === name)[1], "data-part": name, "data-key": name, "data-kept": true });
+
+function pictured({ told: { limits }, nodes }) {
   const isSmall = nodes.length > CARDS, shape = isSmall ? square : card;
   let first = true;
   const one = (node) => { const made = shape(node, limits, first); first = false; return made; };
-  const picture = groups(nodes).map(({ name, members, hosts }) => element("section", { class: "group", "data-key": name, "aria-label": `${name}, ${members.length} nodes` },
+  return groups(nodes).map(({ name, members, hosts }) => element("section", { class: "group", "data-key": name, "aria-label": `${name}, ${members.length} nodes` },
     element("h3", {}, `${name} `, element("small", {}, members.length)),
     hosts.map(([host, there]) => element("div", { class: "host", "data-key": host }, element("p", { class: "note" }, host, there.length > 1 ? ` · ${there.length}` : ""), element("div", { class: isSmall ? "squares" : members.length > COLUMN ? "cards" : "cards column" }, there.map(one))))));
+}
+
+export function draw(found) {
+  const { told, nodes, atS } = found, { bounds, limits } = told, heading = element("h2", { tabindex: -1 }, "Cluster");
+  if (!nodes.length && atS === null) return [heading, empty("No node is attached. ", element("code", {}, "conductor up"), " starts some; ", element("code", {}, "conductor doctor"), " says why one does not come."), ...(found.fullest.nodes.length ? moments(found) : [])];
   const stepS = found.fullest.step_s, period = Math.max(MINUTE_S, stepS), untilS = atS === null ? found.fullest.next * stepS : Math.floor(atS / stepS + 1) * stepS;
   const lack = lacked(found.fullest, untilS - period, untilS), slow = atS === null ? slower(nodes) : "";
   return [
@@ -241,18 +249,48 @@ export function draw(found) {
     slow ? element("p", { class: "sentence" }, slow) : null,
     bounds.ttft_s || bounds.tbt_s ? null : element("p", { class: "note" }, "Without slo.ttft_s and slo.tbt_s in cluster.yaml only KV has a budget."),
     ...moments(found),
-    element("div", { class: "picture", id: "picture" }, picture, element("svg:svg", { id: "flows", "aria-hidden": "true", "data-kept": true, "data-key": "flows" }), element("div", { id: "dots", "aria-hidden": "true", "data-kept": true, "data-key": "dots" })),
+    element("div", { class: "picture", id: "picture" }, holder("groups"), element("svg:svg", { id: "flows", "aria-hidden": "true", "data-kept": true, "data-key": "flows" }), element("div", { id: "dots", "aria-hidden": "true", "data-kept": true, "data-key": "dots" })),
     element("ul", { class: "legend levels" }, LEVELS.map(([name, words]) => element("li", { class: name }, words))),
     element("p", { class: "note" }, atS === null ? "Arrow keys go from node to node, Enter opens one. Dots run as KV does." : "As it was recorded then. How KV flowed, and what steps were made of, is not kept."),
-    ofTheSpan(found),
-    atS === null ? inTheMove(found) : null,
-    nodes.length ? tabled(found) : null,
+    ...["span", "moving", "nodes"].map(holder),
     words("What the words mean", TERMS),
   ].filter(Boolean);
 }
 
+// The squares that are shown already, told anew a few at each frame: {done}, or null where other nodes are there now.
+function retold(host, { told: { limits }, nodes }) {
+  const shown = [...host.querySelectorAll(".square")], wanted = groups(nodes).flatMap(({ hosts }) => hosts.flatMap(([, there]) => there));
+  if (nodes.length <= CARDS || shown.length !== wanted.length || shown.some(({ dataset }, at) => dataset.node !== wanted[at].id)) return null;
+  if (host.querySelectorAll(".host").length !== new Set(wanted.map(({ roles, host: name }) => `${roles} ${name}`)).size) return null;
+  const turns = [];
+  for (let from = 0; from < shown.length; from += AT_ONCE) turns.push(() => {
+    for (let at = from; at < Math.min(shown.length, from + AT_ONCE); at += 1) {
+      const words = spoken(wanted[at], limits), kind = `node square ${level(wanted[at], limits)}`;
+      if (shown[at].className !== kind) shown[at].className = kind;
+      if (shown[at].title !== words) { shown[at].title = words; shown[at].setAttribute("aria-label", words); }
+    }
+  });
+  return turns;
+}
+
+let turns = []; // what is left of the latest refresh
+
+// Put the parts into their places: at once where they are empty or the view stands still, else one after the other.
+function fill(view, found) {
+  const places = PARTS.map(([name, , make]) => [view.querySelector(`[data-part=${name}]`), make]);
+  const isNew = places.some(([host]) => host && !host.hasChildNodes() && host.dataset.part === "groups");
+  const due = places.flatMap(([host, make]) => (!host ? [] : (host.dataset.part === "groups" && retold(host, found)) || [() => morph(host, make(found).filter(Boolean))]));
+  const isRunning = turns.length > 0;
+  turns = due;
+  if (isNew || found.isStill) { for (const each of turns.splice(0)) each(); return; }
+  const next = () => { turns.shift()?.(); if (turns.length) requestAnimationFrame(next); };
+  if (!isRunning) requestAnimationFrame(next);
+}
+
 // After the elements are there: the flows, from where the nodes are, and the slider's place.
-export function settle(view, { told, atS, fullest }) {
+export function settle(view, found) {
+  const { told, atS, fullest } = found;
+  fill(view, found);
   flow(view, told.links ?? []);
   const slider = view.querySelector("#moment");
   if (slider && view.ownerDocument.activeElement !== slider) slider.value = atS ?? fullest.next * fullest.step_s;

@@ -204,7 +204,7 @@ async def test_a_moment_is_chosen_by_keyboard_by_click_and_from_the_history(mode
     assert focus[1].startswith("#/cluster/at/")
     assert "KV blocks" in listed
     assert worst.startswith("The bottleneck at ")
-    assert "99 % of its KV blocks held" in worst
+    assert "99 % of its KV blocks" in worst
     assert nothing
 
 
