@@ -25,19 +25,19 @@ from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 LACKS = ("prefill", "decode", "speed")
 
 
-class Limits(NamedTuple):
+class Admissible(NamedTuple):
     """The seconds that a prediction may take to be admitted; infinity: any."""
 
     ttft_s: float
     tbt_s: float
 
 
-def limits_of(slo: Slo, settings: SchedulerSettings, is_promised: bool = False) -> Limits:
+def limits_of(slo: Slo, settings: SchedulerSettings, is_promised: bool = False) -> Admissible:
     """Return what admission lets predictions be under some bounds."""
     if settings.reject is RejectPolicy.NONE:
-        return Limits(inf, inf)
+        return Admissible(inf, inf)
     tbt_s = inf if settings.reject is RejectPolicy.LATE else slo.tbt_slo_s * TBT_HEADROOM
-    return Limits(slo.ttft_slo_s * (1.0 if is_promised else settings.ttft_headroom), tbt_s)
+    return Admissible(slo.ttft_slo_s * (1.0 if is_promised else settings.ttft_headroom), tbt_s)
 
 
 def lacking(

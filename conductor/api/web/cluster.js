@@ -219,8 +219,8 @@ function tabled({ told, nodes, atS }) {
   return table(nodes.length > CARDS ? `The ${TABLED} nodes with the fullest budgets` : "Nodes, the fullest first",
     [...COLUMNS, ...(isNow ? NOW : []), "KV held", ["tightest", TERMS[0][1]], ...(isNow ? ["heard"] : [])],
     fullestOf(nodes, told.limits, TABLED).map((node) => { const tight = budgets(node, told.limits)[0];
-      return row([link(node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), ...(isNow ? [paced(node.pace), made(node) || "–", count(node.queued_tokens), count(node.context_tokens)] : []),
-        isNow ? `${percent(held(node))} of ${count(node.blocks)}` : percent(held(node)), element("td", {}, tight ? bar([[tight.share, level(node, told.limits)]]) : "", tight ? ` ${percent(tight.share)} ${BUDGETS[tight.name]}` : "–"),
+      return row([link(node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), ...(isNow ? [known(node.pace) ? node.pace.toFixed(1) : "–", made(node) || "–", count(node.queued_tokens), count(node.context_tokens)] : []),
+        isNow ? `${percent(held(node))} of ${count(node.blocks)}` : percent(held(node)), element("td", {}, tight ? bar([[tight.share, level(node, told.limits)]]) : "", tight ? ` ${percent(tight.share)}` : "–"),
         ...(isNow ? [node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`] : [])], { "data-key": node.id }); }));
 }
 
