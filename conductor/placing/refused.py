@@ -61,7 +61,7 @@ def lacking(
 
 
 class Judged(NamedTuple):
-    """What a rejected request was judged by. Seconds; None: unbounded."""
+    """The numbers that a rejected request was judged by. Seconds; None: unbounded."""
 
     lacks: str
     ahead_s: float

@@ -35,7 +35,7 @@ GAIN = 0.05
 
 
 class Limits(NamedTuple):
-    """What a node may use up. Seconds; infinity: unbounded."""
+    """The budgets of a node. Seconds; infinity: unbounded."""
 
     queue_s: float
     step_least_s: float
