@@ -32,6 +32,8 @@ NUM_LINKS = 5
 MAX_NODES = 24
 """Nodes shown, those with the fullest budgets."""
 TIGHT, FULL = 0.6, 0.9
+NOTABLE = 0.01
+"""Share of the requests that, rejected for want of a role, makes it the bottleneck."""
 
 LINES = (
     ("in bounds/s", "good", ""),
@@ -102,6 +104,7 @@ def screen(
     said = "ready" if now["ready"] else "not ready"
     first = f"{said}   {now['running']} requests in progress, {now['waiting']} wait to be placed"
     parts: list[Text | Table] = [Text(first, "bold green" if now["ready"] else "bold red")]
+    parts += [bottleneck(nodes, limits, now["lacked"])] if nodes else []
     parts += [_history(recent, bounds), _nodes(nodes, limits)]
     if slowest:
         parts.append(_slowest(slowest))
@@ -138,6 +141,22 @@ def budgets(node: Node, limits: Bounds) -> list[tuple[str, float]]:
     if node["held"] is not None and node["blocks"]:
         found.append(("KV", node["held"] / node["blocks"]))
     return sorted(found, key=lambda each: -each[1])
+
+
+def bottleneck(nodes: list[Node], limits: Bounds, lacked: dict[str, int]) -> Text:
+    """Return where the cluster is fullest, in words: as the page at /ui has it."""
+    came, notable = lacked["came"], max(1.0, NOTABLE * lacked["came"])
+    role = max(("prefill", "decode"), key=lambda each: lacked[each])
+    if lacked[role] >= notable:
+        said = f"The bottleneck is {role}: {lacked[role] / came:.0%} of the last minute's requests lacked it"
+    else:
+        used = [(share, name, str(node["id"])) for node in nodes for name, share in budgets(node, limits)]
+        share, name, node_id = max(used, default=(0.0, "", ""))
+        said = "The bottleneck is" if share >= TIGHT else "Nothing is tight: the fullest is"
+        said = f"{said} {node_id}, {share:.0%} of its {name}" if used else "No node has a budget"
+    if lacked["speed"] >= notable:
+        said += f"; {lacked['speed'] / came:.0%} would have been late on any node"
+    return Text(f"{said}.")
 
 
 def _table(*columns: str) -> Table:

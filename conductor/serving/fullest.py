@@ -68,6 +68,12 @@ class Fullest:
             _, share, budget, self._nodes[row % len(self._nodes)] = max(shares)
             self._ring.put(row, (budget, share, *counts))
 
+    def counts(self, num_rows: int) -> dict[str, int]:
+        """Return the numbers by `COUNTS` of the last rows."""
+        _, rows = self._ring.rows(self._ring.next_row - num_rows)
+        known = [row[2:] for row in rows if row[2] == row[2]]  # NaN: not taken
+        return {name: int(sum(row[at] for row in known)) for at, name in enumerate(COUNTS)}
+
     def to_json(self) -> dict[str, Any]:
         """Return the rows as `Ring.to_json` does, with the name of each row's node."""
         told = self._ring.to_json()

@@ -27,6 +27,7 @@ from base.errors import UnavailableError
 from base.request import NodeId
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.explain import LISTS, Decisions
+from conductor.placing.load_order import bits_of
 from conductor.serving.budgets import BUDGETS
 from conductor.serving.dispatch import Dispatcher
 from conductor.serving.history import HOUR_S, NODE_SERIES, NODE_STEPS_S, History, NodeTrack
@@ -38,7 +39,8 @@ from kvstore.index import Key
 
 KEPT_S = 0.9
 MAX_LINKS = 64
-MAX_PREFIXES = 12
+MAX_PREFIXES, MAX_HOLDERS = 12, 4
+MINUTE_S = 60
 LEAST_RATE = 1e-3
 """Bytes or requests a second: less is shown as none."""
 
@@ -60,6 +62,8 @@ class PageSettings(NamedTuple):
     slo: SloConfig
     trace_page: str = ""
     """The address of a trace, `TracingConfig.page`."""
+    max_body_bytes: int = 8 << 20
+    """The most that one call may have, and so a trace that is dropped: `ServerConfig.max_body_mib`."""
 
 
 class _Kept(NamedTuple):
@@ -178,12 +182,15 @@ class PageData:
             "running": self._dispatcher.num_running,
             "waiting": len(self._dispatcher.queue),
             "in_control": self._membership.in_control(),
+            "lacked": history.fullest[0].counts(MINUTE_S // NODE_STEPS_S[0]),
+            "max_body_bytes": self._settings.max_body_bytes,
             "columns": NODE_COLUMNS,
             "nodes": [self._row(session, now_s, line_s) for session in sessions],
             "links": [[*pair, round(rate)] for pair, rate in links if rate > LEAST_RATE],
             "prefixes": [
-                [_name(key), depth, round(rate, 3), view.index.holders(key).bit_count()]
+                [_name(key), depth, round(rate, 3), holders.bit_count(), _nodes_of(holders, view)]
                 for (key, depth), rate in prefixes
+                for holders in [view.index.holders(key)]
                 if rate > LEAST_RATE
             ],
         }
@@ -214,6 +221,10 @@ class PageData:
 
 def _known(seconds: float) -> float | None:
     return round(seconds, 6) if isfinite(seconds) else None
+
+
+def _nodes_of(holders: int, view: ClusterView) -> list[NodeId]:
+    return [view.node_at(slot).info.node_id for slot in bits_of(holders, MAX_HOLDERS)]
 
 
 def _name(key: Key) -> str:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from deploy import cli
-from deploy.top import Recent, budgets, screen, sparkline
+from deploy.top import Recent, bottleneck, budgets, screen, sparkline
 from tests.conductor.api.shown import HOSTILE, ShownCluster
 
 MARKUP = "[bold]no[/nothing]"
@@ -62,6 +62,7 @@ def test_top_shows_history_budgets_the_slowest_and_kv_on_its_way(address, server
         "in bounds/s",
         "TTFT p99",
         "prefill-1",
+        "The bottleneck is decode-",
         "budgets",
         "slowest first tokens",
         "KV on its way",
@@ -92,7 +93,7 @@ def test_names_are_text_and_no_markup(address, cluster):
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(screen(about, recent, now, slowest))
     said = console.export_text()
-    assert said.count(MARKUP) == 2
+    assert said.count(MARKUP) == 3, "as the bottleneck, in its row, and of a request"
     assert HOSTILE in said
     assert "3 s late" in said
 
@@ -103,6 +104,20 @@ def test_a_sparkline_begins_at_nought_and_leaves_gaps():
     assert sparkline([0.0, 0.0]) == "▁▁"
     assert sparkline([]) == ""
     assert len(sparkline([1.0] * 599, 60)) == 60
+
+
+def test_the_bottleneck_is_what_requests_lacked_else_the_fullest():
+    node = {"id": "d0", "queue_s": None, "step_s": None, "held": 9, "blocks": 10}
+    limits = {"queue_s": None, "step_least_s": 0.03, "step_s": None}
+    lacked = {"came": 200, "prefill": 1, "decode": 0, "speed": 0}
+    assert bottleneck([node], limits, lacked).plain == "The bottleneck is d0, 90% of its KV."
+    idle = bottleneck([node | {"held": 1}], limits, lacked | {"speed": 8}).plain
+    assert idle == "Nothing is tight: the fullest is d0, 10% of its KV; 4% would have been late on any node."
+    short = bottleneck([node], limits, lacked | {"prefill": 30}).plain
+    assert short == "The bottleneck is prefill: 15% of the last minute's requests lacked it."
+    assert bottleneck([node | {"held": None}], limits, lacked | {"came": 0, "prefill": 0}).plain.startswith(
+        "No node"
+    )
 
 
 def test_budgets_are_of_the_bounds_that_there_are():

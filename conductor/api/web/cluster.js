@@ -208,7 +208,7 @@ function inTheMove({ told }) {
   const flows = flowing(told.links);
   return element("div", { class: "pair" },
     flows.length ? table("KV on its way", ["from", "to", ["rate", "Bytes of KV a second, of the last ten seconds or so."]], flows.map(([from, to, rate]) => row([from, to, `${bytes(rate)}/s`], { "data-key": `${from} ${to}` }))) : empty("No KV moves between nodes just now."),
-    told.prefixes.length ? table("Hot prefixes", [["last block", "Beginnings of prompts that many requests share, by the name of their last block."], "blocks", "requests", ["copies", "Nodes that have it in their cache."]], told.prefixes.map(([name, depth, rate, copies]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, copies], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one."));
+    told.prefixes.length ? table("Hot prefixes", [["last block", "Beginnings of prompts that many requests share, by the name of their last block."], "blocks", "requests", ["copies", "Nodes that have it in their cache."]], told.prefixes.map(([name, depth, rate, copies, holders]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, element("td", {}, `${copies}${copies ? ": " : ""}`, holders.flatMap((id, at) => [at ? ", " : "", link(id)]), copies > holders.length ? " …" : "")], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one."));
 }
 
 const COLUMNS = ["node", "host", "roles", ["queue", TERMS[2][1]], ["step", TERMS[3][1]], "running"];

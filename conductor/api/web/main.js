@@ -18,7 +18,7 @@ let turn = 0, timer = 0, shown = "", problem = "";
 
 const wanted = () => {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map((part) => { try { return decodeURIComponent(part); } catch { return part; } });
-  return VIEWS[name] ? [name, rest] : ["overview", []];
+  return Object.hasOwn(VIEWS, name) ? [name, rest] : ["overview", []];
 };
 
 function tell(words) {
@@ -48,7 +48,7 @@ function show(name, one, found, isNew) {
   }
   put(one, found);
   if (isNew) {
-    one.bind?.(place, go, () => put(one, found), () => refresh(false));
+    one.bind?.(place, go, () => put(one, found), () => refresh(false), found);
     document.title = `${one.title} · Conductor`;
     for (const tab of document.querySelectorAll("#tabs a")) {
       if (tab.hash.split("/")[1] === (TABS[name] ?? name)) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current");
@@ -86,7 +86,7 @@ function failed(name, one, error) {
     return;
   }
   if (error.status === 404) {
-    show(name, { title: one.title, draw: () => [element("h2", { tabindex: -1 }, one.title), empty("Nothing is known by that name. Of requests the latest thousand are remembered, and for an hour the slowest, late and rejected ones.")] }, {}, true);
+    show(name, { title: one.title, draw: () => [element("h2", { tabindex: -1 }, one.title), empty("Nothing is known by that name or of that moment. Of requests the latest thousand are remembered, and for an hour the slowest, late and rejected ones.")] }, {}, true);
     tell("");
     return;
   }

@@ -20,7 +20,7 @@ let markedS = null; // the moment that a pointer is at
 export const title = "Overview";
 
 export async function load([span = "hour"]) {
-  const series = SERIES[span] ?? hour;
+  const series = Object.hasOwn(SERIES, span) ? SERIES[span] : hour;
   return { told: await series.refresh(), span, series };
 }
 

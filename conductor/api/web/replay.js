@@ -6,12 +6,26 @@ import { ask } from "./data.js";
 import { now, slower } from "./cluster.js";
 
 const TIMEOUT_MS = 130000;
-const MAX_FILE_BYTES = 64 << 20;
+const MAX_FILE_BYTES = 64 << 20, MARGIN_BYTES = 4096;
 const DRAWN = "svg, path, polyline, text, figure, figcaption, line, rect, g"; // what is taken over of a report's page
 
+const ENCODER = new TextEncoder();
 let dropped = null; // {name, text}
 const results = { replay: null, whatif: null };
 const working = { replay: false, whatif: false };
+
+// The first lines of a trace, as many as a call of so many bytes may have: {text, lines}.
+export function fitting(text, most) {
+  let bytes = 0, end = 0, lines = 0;
+  while (end < text.length) {
+    const next = text.indexOf("\n", end) + 1 || text.length;
+    if (next - end > most) break;
+    bytes += ENCODER.encode(JSON.stringify(text.slice(end, next))).length - 2;
+    if (bytes > most) break;
+    end = next; lines += 1;
+  }
+  return { text: end === text.length ? text : text.slice(0, end), lines };
+}
 
 // The clusters a step away from the one there is, as texts like 2P1D, and what each is called.
 export function steps(nodes) {
@@ -140,14 +154,15 @@ export const replay = {
       results.replay || working.replay ? null : element("p", { class: "empty" }, "A trace has a row for each request: ", element("code", {}, '{"timestamp": 0, "input_length": 2236, "output_length": 225, "hash_ids": [0, 1, 2, 3, 4]}'), ": the milliseconds when it came, the tokens of its prompt and of its answer, and a number for each block of the prompt, which two prompts share where their beginnings are alike. A decision log of a conductor is one too."),
     ].filter(Boolean);
   },
-  bind(view, go, again) {
+  bind(view, go, again, reload, { told: { max_body_bytes: most } }) {
     const take = async (file) => {
       if (!file) return;
       const named = view.querySelector("#named");
       if (file.size > MAX_FILE_BYTES) { named.textContent = `${file.name} is larger than 64 MB: conductor replay takes it`; return; }
       const stream = file.name.endsWith(".gz") ? file.stream().pipeThrough(new DecompressionStream("gzip")) : file.stream();
-      dropped = { name: file.name, text: await new Response(stream).text() };
-      named.textContent = `${file.name}: ${count(dropped.text.split("\n").length)} lines`;
+      const whole = await new Response(stream).text(), { text, lines } = fitting(whole, most - MARGIN_BYTES);
+      dropped = lines ? { name: file.name, text } : null;
+      named.textContent = text === whole ? `${file.name}: ${count(lines)} lines` : lines ? `${file.name}: its first ${count(lines)} lines, as many as one call may have (server.max_body_mib). conductor replay takes all` : `${file.name}: its first line is longer than a call may be. conductor replay takes it`;
     };
     const drop = view.querySelector("#drop");
     view.querySelector("#file").addEventListener("change", (event) => take(event.target.files[0]));

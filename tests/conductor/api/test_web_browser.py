@@ -49,7 +49,13 @@ async def test_every_view_is_reached_by_click_and_by_keyboard(model, tmp_path):
                 "[...document.querySelectorAll('#tabs a')].find((a) => a.ariaCurrent === 'page').focus()"
             )
             page.key("Tab")
-        return page.run("document.title")
+        title = page.run("document.title")
+        for nowhere in ("constructor", "overview/__proto__", "toString/a", "node/%ZZ"):
+            page.open(f"{url}/ui?{nowhere}#/{nowhere}")
+            page.until(
+                f"['Overview', 'Node %ZZ'].includes({HEADING}) && document.querySelector('#problem').hidden"
+            )
+        return title
 
     assert await shown(model, cluster, look, tmp_path) == "What if · Conductor"
 

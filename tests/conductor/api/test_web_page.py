@@ -344,6 +344,26 @@ def test_a_node_says_what_its_last_step_was_made_of(modules):
 
 
 @needs_node
+def test_of_a_trace_that_is_too_long_for_a_call_its_first_lines_are_taken(modules):
+    expression = "value.map(([text, most]) => Object.values(page.fitting(text, most)))"
+    rows = '{"a": 1}\n' * 10
+    cases = [
+        [rows, 1_000],
+        [rows, 30],
+        ["x" * 100, 50],
+        ["", 50],
+        ["\u20ac\n\u20ac\n", 8],
+        [rows.rstrip(), 1_000],
+    ]
+    told = in_node(modules, "replay.js", expression, cases)
+    assert told[0] == [rows, 10]
+    assert told[1] == [rows[:18], 2], "a quote and an end of line take two bytes of a call"
+    assert told[2:4] == [["", 0], ["", 0]]
+    assert told[4] == ["\u20ac\n", 1], "bytes and not characters"
+    assert told[5] == [rows.rstrip(), 10]
+
+
+@needs_node
 def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules):
     nodes = [{"roles": roles, "draining": False} for roles in ("prefill", "prefill", "decode")]
     [steps, both] = in_node(

@@ -298,8 +298,8 @@ async def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
     assert now["links"][0][:2] == ["n0", "n1"]
     assert now["links"][1][:2] == ["n1", "n0"]
     assert all(before[2] >= after[2] for before, after in pairwise(now["links"]))
-    [(_, depth, rate, copies)] = now["prefixes"]
-    assert (depth, copies) == (4, 1)
+    [(_, depth, rate, copies, holders)] = now["prefixes"]
+    assert (depth, copies, holders) == (4, 1, ["n1"])
     assert rate > 0
     first = dict(zip(NODE_COLUMNS, now["nodes"][0], strict=True))
     assert (first["id"], first["roles"], first["running"], first["queue_s"]) == ("n0", "prefill", 3, 0.0)
@@ -379,6 +379,8 @@ async def test_requests_that_were_rejected_say_whose_budget_is_the_bottleneck():
     assert told["nodes"][-3:] == ["n1", "n0", "n1"], "the node that prefills, though another one is fuller"
     assert [told["budgets"][int(budget)] for budget in column["budget"]] == ["kv", "queue", "kv"]
     # of 10 blocks of 512 tokens the prompt takes longer than its bound on any node
+    now = json.loads(await data.answer("now"))
+    assert now["lacked"] == {"came": 3, "prefill": 1, "decode": 1, "speed": 1}, "in the last minute"
     lacked = {name: column[name][1] for name in ("came", "prefill", "decode", "speed")}
     assert lacked == {"came": 3.0, "prefill": 1.0, "decode": 1.0, "speed": 1.0}
     assert column["came"][2] == 0.0
