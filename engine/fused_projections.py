@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from engine.kernels.nibble_product import MAX_ROWS as MAX_NIBBLE_ROWS
-from engine.kernels.nibble_product import PART_TILES, nibble_product, written_out_nibbles
+from engine.kernels.nibble_product import nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import few_rows_product, written_out
 from engine.kernels.round_rows import round_rows
+from engine.kernels.shared_sums import part_counters
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
@@ -80,8 +81,6 @@ class QuantizedProduct(nn.Module):
             nibbles = in_nibbles(weight)
             parts = nibbles.levels, nibbles.grid, None
             self.sizes = nibbles.units_per_group, nibbles.in_features
-            counters = torch.zeros(PART_TILES, dtype=torch.int32, device=nibbles.levels.device)
-            self.register_buffer("counters", counters, persistent=False)
         else:
             weight = widened(weight)
             zeros = None if weight.zeros is None else weight.zeros.contiguous()
@@ -89,6 +88,7 @@ class QuantizedProduct(nn.Module):
             self.group = weight.group
         for name, part in zip(("levels", "scales", "zeros"), parts, strict=True):
             self.register_buffer(name, part, persistent=False)
+        self.register_buffer("counters", part_counters(weight.levels.device), persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         num_rows = hidden.shape[:-1].numel()
@@ -97,7 +97,7 @@ class QuantizedProduct(nn.Module):
         if self.is_four_bits:
             output = four_bit_product(rows, self.levels, self.scales, self.counters, *self.sizes)
         else:
-            output = quantized_product(rows, self.levels, self.scales, self.zeros, self.group)
+            output = quantized_product(rows, self.levels, self.scales, self.zeros, self.group, self.counters)
         output = output.view(*hidden.shape[:-1], output.shape[-1])
         return output if self.bias is None else output + self.bias
 
@@ -124,12 +124,17 @@ def four_bit_product(
 
 @opaque(_like_rows)
 def quantized_product(
-    rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
+    rows: torch.Tensor,
+    levels: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    counters: torch.Tensor,
 ) -> torch.Tensor:
     """Return rows @ weight.T of a `QuantizedWeight`. Opaque, as `product`."""
     by_channels = levels.dtype == torch.float8_e4m3fn and scales.shape[1] == 1
     if rows.shape[0] <= (MAX_UNROUNDED_ROWS if by_channels else MAX_QUANTIZED_ROWS):
-        return few_rows_product(rows, levels, scales, zeros, group)
+        return few_rows_product(rows, levels, scales, zeros, group, counters)
     if by_channels:
         rounded, steps = round_rows(rows)
         return torch._scaled_mm(

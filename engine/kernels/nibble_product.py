@@ -3,8 +3,8 @@
 A product of a few rows is a reading of the weight. Four bits become a number of 16 bits by one permutation
 of bytes: 128, or 1,024 of a float16, and a number below 16 are a number whose last digits that one is. What
 was added, and the zero point, is taken off again, and tensor cores multiply. A narrow weight has its inputs
-shared out among programs, and the last to end adds their sums up, in order. For many rows the weight is
-written out once, and cuBLAS multiplies.
+shared out among programs (`shared_sums.py`). For many rows the weight is written out once, and cuBLAS
+multiplies.
 
 One H200, torch 2.11, triton 3.6, us at 8, 16 and 64 rows; bfloat16 by cuBLAS / this kernel:
 
@@ -18,12 +18,11 @@ One row takes as long as eight: multiplying it where the levels are unpacked, wi
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts
 from engine.nibbles import Nibbles
 
 MAX_ROWS = 64
@@ -31,9 +30,6 @@ MAX_ROWS = 64
 
 NARROW = 8192
 """Outputs up to which too few programs would be busy, each with all inputs."""
-
-PART_TILES = 512
-"""Tiles of outputs, at most, of a weight whose inputs are shared out."""
 
 NATIVE = tl.constexpr(torch.cuda.is_available())
 """Whether kernels run on a GPU, in whose instructions a part of them is."""
@@ -58,18 +54,6 @@ BFLOAT_HALVES = tl.constexpr(_HALVES.format(base="0x43434343", kind="bf16x2"))
 FLOAT_HALVES = tl.constexpr(_HALVES.format(base="0x64646464", kind="f16x2"))
 
 
-class Tiles(NamedTuple):
-    """How a product is shared out."""
-
-    columns: int
-    """Outputs of a program."""
-    parts: int
-    """Programs that share the inputs of these."""
-    warps: int
-    stages: int
-    """Loads under way."""
-
-
 def nibble_tiles(num_rows: int, out_features: int) -> Tiles:
     """Return the tiles of a product that were the fastest on one H200."""
     if out_features <= NARROW:
@@ -84,7 +68,7 @@ def nibble_product(
 
     Args:
         rows: [num_rows, in_features], num_rows <= MAX_ROWS, contiguous; on a GPU of 16 bits.
-        counters: [PART_TILES] int32, all 0, as they are again afterwards.
+        counters: `part_counters`.
 
     Raises ValueError for rows that the kernels do not take."""
     num_rows, in_features = rows.shape
@@ -100,9 +84,8 @@ def nibble_product(
     num_tiles = triton.cdiv(out_features, tiles.columns)
     sizes = num_rows, out_features, in_features, num_units, weight.units_per_group
     parts = min(tiles.parts, num_units) if num_tiles <= PART_TILES else 1
-    partial = rows.new_empty((parts, num_rows, out_features), dtype=torch.float32) if parts > 1 else output
     _few_rows[(num_tiles, parts)](
-        rows, weight.levels, weight.grid, output, partial, counters, *sizes,
+        rows, weight.levels, weight.grid, output, room_for_parts(output, parts), counters, *sizes,
         HALF=half, ROWS=max(8, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=parts,
         EVEN=in_features % (2 * half) == 0, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -202,18 +185,8 @@ def _few_rows(
         total += sums * scale[:, None]
     target = row[None, :] * out_features.to(tl.int64) + column[:, None]
     mask = is_row & (column < out_features)[:, None]
-    if PARTS == 1:
-        tl.store(output + target, total, mask=mask)
-    else:
-        size = num_rows * out_features.to(tl.int64)
-        tl.store(partial + part * size + target, total, mask=mask)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == PARTS - 1:
-            total = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for each in tl.static_range(PARTS):
-                total += tl.load(partial + each * size + target, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(output + target, total, mask=mask)
-            tl.store(counters + tl.program_id(0), 0)
+    size = num_rows * out_features.to(tl.int64)
+    _store_shared(total, target, mask, output, partial, counters + tl.program_id(0), size, PARTS)
 
 
 @triton.jit

@@ -10,6 +10,13 @@ One H100 (3.0 TB/s), torch 2.11, triton 3.6; bfloat16 / this kernel on int8 / `t
     28,672 x 4,096, us   79/46/54  84/48/50  86/75/49  88/92/51  104/236/59
     4,096 x 14,336, us   43/37/37  45/38/37  46/44/37  48/63/37   60/127/38
 
+Up to 16 rows, programs share the inputs of a narrow weight (`shared_sums.py`). One H200, fp8, us at 8 rows
+with one program for each tile of outputs, and with eight:
+
+    6,144 x 4,096   13.6/12.2
+    4,096 x 4,096   10.6/9.4
+    4,096 x 14,336  29.9/22.0
+
 Levels of four bits have a kernel of their own (`nibble_product.py`).
 """
 
@@ -19,15 +26,26 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts
+
 MAX_ROWS = 64
 """Number of rows that the kernel takes."""
 
-TILES = 32, 128, 4, 6
-"""Outputs of a program, inputs of a step at most, warps, and the loads under way."""
+STEP = 128
+"""Inputs that a program takes at once, at most."""
 
 FEW = 16
-FEW_TILES = 32, 256, 4, 4
-"""Tiles of at most `FEW` rows: 4,096 x 14,336 of fp8 take 25.0 us by these, 29.3 by the others (one H200)."""
+"""Number of rows up to which programs have more outputs, and share the inputs of a narrow weight."""
+
+NARROW = 8192
+"""Outputs up to which too few programs would be busy, each with all inputs."""
+
+
+def quantized_tiles(num_rows: int, out_features: int) -> Tiles:
+    """Return the tiles of a product; up to `FEW` rows they were the fastest of 48 on one H200."""
+    if num_rows > FEW:
+        return Tiles(32, 1, 4, 6)
+    return Tiles(64, 8, 4, 3) if out_features <= NARROW else Tiles(64, 1, 4, 4)
 
 
 def few_rows_product(
@@ -36,12 +54,15 @@ def few_rows_product(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     group: int,
+    counters: torch.Tensor,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Return rows @ weight.T, [num_rows, out_features], summed in float32.
 
     Args:
         rows: [num_rows, in_features], num_rows <= MAX_ROWS, contiguous.
         levels, scales, zeros, group: As `QuantizedWeight` has them, contiguous.
+        counters: `part_counters`.
 
     Raises ValueError for a shape, stride or dtype that the kernel does not take."""
     num_rows, in_features = rows.shape
@@ -50,15 +71,18 @@ def few_rows_product(
         raise ValueError(f"rows must be contiguous, and {MAX_ROWS} at most")
     out_features, num_groups = scales.shape
     output = rows.new_empty((num_rows, out_features))
-    columns, step, warps, stages = FEW_TILES if num_rows <= FEW else TILES
-    if num_rows:
-        _few_rows[(triton.cdiv(out_features, columns),)](
-            rows, levels, scales, scales if zeros is None else zeros, output,
-            num_rows, out_features, in_features, num_groups,
-            ROWS=max(16, triton.next_power_of_2(num_rows)), COLUMNS=columns,
-            STEP=min(step, group) if num_groups > 1 else step, GROUP=group if num_groups > 1 else 0,
-            HAS_ZEROS=zeros is not None, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    if not num_rows:
+        return output
+    tiles = tiles or quantized_tiles(num_rows, out_features)
+    num_tiles = triton.cdiv(out_features, tiles.columns)
+    parts = tiles.parts if num_tiles <= PART_TILES else 1
+    _few_rows[(num_tiles, parts)](
+        rows, levels, scales, scales if zeros is None else zeros,
+        output, room_for_parts(output, parts), counters, num_rows, out_features, in_features, num_groups,
+        ROWS=max(16, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=parts,
+        STEP=min(STEP, group) if num_groups > 1 else STEP, GROUP=group if num_groups > 1 else 0,
+        HAS_ZEROS=zeros is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
     return output
 
 
@@ -100,12 +124,15 @@ def _few_rows(
     scales,  # [out_features, num_groups]
     zeros,  # [out_features, num_groups]
     output,  # [num_rows, out_features]
+    partial,  # [PARTS, num_rows, out_features]
+    counters,  # [tiles]
     num_rows,
     out_features,
     in_features,
     num_groups,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,  # 0: one for all inputs
     HAS_ZEROS: tl.constexpr,
@@ -119,7 +146,9 @@ def _few_rows(
     row_source = rows + row[:, None] * in_features + places[None, :]
     is_row = (row < num_rows)[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, in_features, STEP):
+    share, num_steps = tl.program_id(1), tl.cdiv(in_features, STEP)
+    for step in range(share * num_steps // PARTS, (share + 1) * num_steps // PARTS):
+        start = step * STEP
         left = (start + places < in_features)[None, :]
         level = tl.load(source + start, mask=inside[:, None] & left, other=0.0)
         x = tl.load(row_source + start, mask=is_row & left, other=0.0)
@@ -135,8 +164,10 @@ def _few_rows(
             total += part
     if not GROUP:
         total *= tl.load(scales + column, mask=inside, other=0.0)[None, :]
-    target = output + row[:, None] * out_features.to(tl.int64) + column[None, :]
-    tl.store(target, total, mask=is_row & inside[None, :])
+    target = row[:, None] * out_features.to(tl.int64) + column[None, :]
+    size = num_rows * out_features.to(tl.int64)
+    counter = counters + tl.program_id(0)
+    _store_shared(total, target, is_row & inside[None, :], output, partial, counter, size, PARTS)
 
 
 @triton.jit

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels.nibble_product import MAX_ROWS, PART_TILES, Tiles, nibble_product, written_out_nibbles
+from engine.kernels.nibble_product import MAX_ROWS, nibble_product, written_out_nibbles
+from engine.kernels.shared_sums import Tiles, part_counters
 from engine.nibbles import in_nibbles
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 from tests.engine.kernels.paged import DEVICE, relative_error, tolerance
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-COUNTERS = torch.zeros(PART_TILES, dtype=torch.int32, device=DEVICE)
+COUNTERS = part_counters(torch.device(DEVICE))
 
 
 def made(out_features: int, in_features: int) -> QuantizedWeight:

@@ -6,8 +6,11 @@ import torch
 from engine.integer_product import rounded_rows
 from engine.kernels.quantized_product import MAX_ROWS, few_rows_product, written_out
 from engine.kernels.round_rows import round_rows
+from engine.kernels.shared_sums import Tiles, part_counters
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized, widened
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
+
+COUNTERS = part_counters(torch.device(DEVICE))
 
 
 def made(weight_format: WeightFormat, out_features: int, in_features: int) -> QuantizedWeight:
@@ -32,17 +35,29 @@ def test_a_product_of_a_few_rows_is_that_of_the_weight_written_out(
 ) -> None:
     weight = made(weight_format, out_features, in_features)
     rows = torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    output = few_rows_product(rows, weight.levels, weight.scales, weight.zeros, weight.group)
+    output = few_rows_product(rows, weight.levels, weight.scales, weight.zeros, weight.group, COUNTERS)
     assert output.shape == (num_rows, out_features)
     expected = (rows.float() @ weight.dequantized().t()).to(dtype)
     assert relative_error(output, expected) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_programs_that_share_the_inputs_leave_their_sum(parts: int, is_grouped: bool) -> None:
+    weight = in_groups(70, 640) if is_grouped else made(WeightFormat.INT8, 70, 640)
+    rows = torch.randn(3, 640, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    parts_of = weight.levels, weight.scales, weight.zeros, weight.group
+    output = few_rows_product(rows, *parts_of, COUNTERS, Tiles(32, parts, 4, 2))
+    assert relative_error(output, rows @ weight.dequantized().t()) < tolerance(torch.float32)
+    assert torch.equal(output, few_rows_product(rows, *parts_of, COUNTERS, Tiles(32, parts, 4, 2)))
+    assert not COUNTERS.any()
 
 
 @pytest.mark.parametrize("in_features", [256, 320])
 def test_a_product_follows_scales_of_blocks(in_features: int) -> None:
     weight = in_groups(40, in_features)
     rows = torch.randn(5, in_features, device=DEVICE)
-    output = few_rows_product(rows, weight.levels, weight.scales, None, weight.group)
+    output = few_rows_product(rows, weight.levels, weight.scales, None, weight.group, COUNTERS)
     assert relative_error(output, rows @ weight.dequantized().t()) < tolerance(torch.float32)
 
 
@@ -82,4 +97,4 @@ def test_rows_are_rounded_as_defined() -> None:
 )
 def test_what_the_kernel_does_not_take_is_refused_by_name(rows, levels, scales, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        few_rows_product(rows.to(DEVICE), levels.to(DEVICE), scales.to(DEVICE), None, 16)
+        few_rows_product(rows.to(DEVICE), levels.to(DEVICE), scales.to(DEVICE), None, 16, COUNTERS)

@@ -1,0 +1,63 @@
+"""Sums that programs share: each makes a part of them, and the last to end adds the parts up, in order.
+
+A narrow weight has too few outputs to keep a GPU busy with a program for each; so its inputs are shared out
+as well. Which program ends last differs from run to run, what it adds up and in what order does not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+PART_TILES = 512
+"""Tiles of outputs, at most, of a weight whose inputs are shared out."""
+
+
+class Tiles(NamedTuple):
+    """How a product is shared out."""
+
+    columns: int
+    """Outputs of a program."""
+    parts: int
+    """Programs that share the inputs of these."""
+    warps: int
+    stages: int
+    """Loads under way."""
+
+
+def part_counters(device: torch.device) -> torch.Tensor:
+    """Return counts of each tile's parts that ended, [PART_TILES] int32: zeros, as after each product."""
+    return torch.zeros(PART_TILES, dtype=torch.int32, device=device)
+
+
+def room_for_parts(output: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return what parts of `output` are written to, [parts, ...] float32; of one alone, `output` itself."""
+    return output if parts == 1 else output.new_empty((parts, *output.shape), dtype=torch.float32)
+
+
+@triton.jit
+def _store_shared(
+    total,  # the sums of this program, float32
+    target,  # their places in output
+    mask,
+    output,
+    partial,  # [PARTS, size]
+    counter,  # the tile's
+    size,  # numbers of output
+    PARTS: tl.constexpr,
+):
+    """Store the sums of a part, and if it is the last one to end, those of all."""
+    if PARTS == 1:
+        tl.store(output + target, total, mask=mask)
+    else:
+        tl.store(partial + tl.program_id(1) * size + target, total, mask=mask)
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1:
+            total = tl.zeros(total.shape, tl.float32)
+            for each in tl.static_range(PARTS):
+                total += tl.load(partial + each * size + target, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(output + target, total, mask=mask)
+            tl.store(counter, 0)

@@ -1,0 +1,45 @@
+"""`python -m tests.engine.kernels.compile_products`: compile the products by few bits for an H100.
+
+Triton's interpreter runs what its compiler refuses, such as a name of two types.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+torch.cuda.is_available = lambda: True  # kernels are as they are on a GPU
+
+from engine.kernels import nibble_product, quantized_product  # noqa: E402 after the line above
+
+TARGET = GPUTarget("cuda", 90, 32)
+SIZES = dict.fromkeys(("num_rows", "out_features", "in_features", "num_groups"), "i32")
+SHARED = {"output": "*bf16", "partial": "*fp32", "counters": "*i32"}
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, str], **constants: int) -> None:
+    signature = arguments | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    triton.compile(source, target=TARGET, options={"num_warps": 4, "num_stages": 3})
+
+
+def main() -> None:
+    for parts in (1, 8):
+        for levels, group, has_zeros in (("*fp8e4nv", 0, 0), ("*i8", 64, 1)):
+            weight = {"rows": "*bf16", "levels": levels, "scales": "*fp32", "zeros": "*fp32"}
+            compile_kernel(
+                quantized_product._few_rows, weight | SHARED | SIZES,
+                ROWS=16, COLUMNS=64, PARTS=parts, STEP=group or 128, GROUP=group, HAS_ZEROS=has_zeros,
+            )  # fmt: skip
+        nibbles = {"rows": "*bf16", "levels": "*u8", "grid": "*i32"} | SHARED
+        nibbles |= dict.fromkeys(("num_rows", "out_features", "in_features"), "i32")
+        compile_kernel(
+            nibble_product._few_rows, nibbles | {"num_units": "i32", "units_per_group": "i32"},
+            HALF=64, ROWS=8, COLUMNS=64, PARTS=parts, EVEN=1,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
