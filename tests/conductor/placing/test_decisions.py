@@ -300,7 +300,10 @@ def test_a_rejected_and_a_running_one_have_the_parts_that_are_known():
         request = make_request(f"{name}.1", slo=slo)
         kept.decided(decision(request, view, place(request, view, COST, 2.0), 1.0, 2.0))
     rejected, running = (kept.explain(name)["attempts"][0]["parts"] for name in ("no", "yes"))
-    assert [part["name"] for part in rejected] == ["received", "waited"]
+    refused = [*("received", "waited", "ahead", "dispatched", "queued", "prefilled", "handed over")]
+    assert [part["name"] for part in rejected] == refused
+    assert [part["name"] for part in rejected if part["actual_s"] is not None] == ["waited"]
+    assert sum(part["predicted_s"] or 0.0 for part in rejected[2:]) > 1e-6, "it is over its bound"
     assert [part["actual_s"] for part in running if part["actual_s"] is not None] == [1.0]
     assert {part["name"] for part in running if part["predicted_s"] is not None} == {
         *("waited", "dispatched", "queued", "loaded", "prefilled", "handed over")
