@@ -50,14 +50,13 @@ from conductor.api.options import (
     MAX_STOP_TOKEN_IDS,
     Options,
 )
-from conductor.api.strict_body import StrictBody
+from conductor.api.strict_body import StrictBody, TemplateVariables
 from conductor.api.turn import Reasoning, Tools
 
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
 MAX_PARTS = 8_192
 """The parts of one message's content. All of a body are bounded with its other lists and objects."""
-MAX_TEMPLATE_VARIABLES = 64
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
 
@@ -174,7 +173,7 @@ class _Rendered(StrictBody):
     """The fields of a conversation that the chat template renders."""
 
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     parse_special_tokens: bool | None = None
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None

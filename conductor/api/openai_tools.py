@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from base.errors import InvalidRequestError
 from conductor.api.body_bounds import excess
 from conductor.api.chat_template import ToolSpec
+from conductor.api.parsing.events import value_or_none
 from conductor.api.strict_body import StrictBody
 from conductor.api.turn import Tools
 
@@ -94,21 +95,27 @@ def tool_spec(function: FunctionTool, param: str, schema_field: str = "parameter
 
 
 def check_schema(schema: Mapping[str, Any], param: str) -> None:
-    """Raise InvalidRequestError for a schema of no object, or one that is too deep."""
+    """Raise InvalidRequestError for a schema of no object, or one that no JSON could be, or is too deep."""
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(f"{param}.type: a tool takes an object", f"{param}.type")
-    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
-        raise InvalidRequestError(f"{param}: at most {MAX_SCHEMA_DEPTH} levels", param)
+    _check_value(schema, param)
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def _check_value(value: Any, param: str) -> None:
+    if fault := _fault(value, MAX_SCHEMA_DEPTH):
+        raise InvalidRequestError(f"{param}: {fault}", param)
+
+
+def _fault(value: Any, levels: int) -> str:
+    """Return what a value of JSON has that it may not have, in words; empty: nothing."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "it has a number that JSON cannot say"
     if not isinstance(value, dict | list):
-        return False
+        return ""
     if not levels:
-        return True
-    return any(
-        _is_deeper(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
-    )
+        return f"at most {MAX_SCHEMA_DEPTH} levels"
+    items = value.values() if isinstance(value, dict) else value
+    return next((fault for item in items if (fault := _fault(item, levels - 1))), "")
 
 
 def offered_tools(
@@ -167,9 +174,9 @@ def chosen(specs: Sequence[ToolSpec], mode: str, names: Sequence[str] | None, is
         raise InvalidRequestError(f"tool_choice: no tool is called {missing[0][:100]!r}", "tool_choice")
     if mode == "none":
         return Tools()
-    if mode == "required" and not specs:
-        raise InvalidRequestError("tool_choice: there are no tools to choose from", "tool_choice")
     allowed = tuple(spec for spec in specs if names is None or spec.name in names)
+    if mode == "required" and not allowed:
+        raise InvalidRequestError("tool_choice: there are no tools to choose from", "tool_choice")
     demanded = tuple(spec.name for spec in allowed) if mode == "required" else ()
     return Tools(allowed, demanded, is_parallel)
 
@@ -189,11 +196,12 @@ def check_json_texts(texts: Iterable[str], param: str) -> None:
 
 
 def past_arguments(text: str, param: str) -> Mapping[str, Any]:
-    """Return the arguments of a past call; raises InvalidRequestError for no JSON of an object."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
+    """Return the arguments of a past call.
+
+    Raises InvalidRequestError for no JSON of an object, or one that is too deep.
+    """
+    value = value_or_none(text or "{}")
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{param}: JSON of an object is wanted", param)
+    _check_value(value, param)
     return value

@@ -44,6 +44,18 @@ async def text_token_ids(
     return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens, cut, model.max_model_len)
 
 
+async def plain_token_ids(model: ServedModel, text: str) -> tuple[int, ...]:
+    """Return the token ids of a text in which names of special tokens stay text.
+
+    Raises InvalidRequestError for a text that cannot fit the context window.
+    """
+    cut = f"cut{secrets.token_hex(16)}"
+    if len(text) <= INLINE_CHARS:
+        return await text_token_ids(model, model.tokenizer.with_specials_cut(text, cut), False, cut)
+    marked = await asyncio.to_thread(model.tokenizer.with_specials_cut, text, cut)
+    return await text_token_ids(model, marked, False, cut)
+
+
 async def token_ids_text(
     model: ServedModel, token_ids: Sequence[int], param: str, skip_special_tokens: bool
 ) -> str:
@@ -129,9 +141,10 @@ async def _rendered(
     def render() -> str:
         turns = [_with_cuts(model, message, cut) for message in messages] if cut else messages
         offered = [_tool_with_cuts(model, tool, cut) for tool in tools] if cut else tools
+        set_ones = _value_with_cuts(model, variables or {}, cut) if cut else variables
         if not model.has_tools:
-            return template.render(with_tools_in_words(turns, offered), add_generation_prompt, variables)
-        return template.render(turns, add_generation_prompt, variables, offered)
+            return template.render(with_tools_in_words(turns, offered), add_generation_prompt, set_ones)
+        return template.render(turns, add_generation_prompt, set_ones, offered)
 
     num_chars = sum(len(message.content) for message in messages) + _tool_chars(messages, tools)
     if num_chars > max(INLINE_CHARS, MANY_CHARS_A_TOKEN * model.max_model_len):

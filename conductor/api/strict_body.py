@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError, to_json
+
+MAX_TEMPLATE_VARIABLES = 64
+MAX_VARIABLE_BYTES = 1 << 17
+"""JSON of the chat template's variables that a body sets: switches and short texts."""
 
 
 class StrictBody(BaseModel):
@@ -10,3 +17,15 @@ class StrictBody(BaseModel):
 
     # Fields we do not know are kept for one look at whether we refuse them.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+def _short_variables(value: Any) -> Any:
+    if isinstance(value, dict) and len(to_json(value)) > MAX_VARIABLE_BYTES:
+        raise PydanticCustomError("too_long", f"at most {MAX_VARIABLE_BYTES} bytes of JSON")
+    return value
+
+
+TemplateVariables = Annotated[
+    dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES), BeforeValidator(_short_variables)
+]
+"""Variables of the chat template's own that a client sets."""

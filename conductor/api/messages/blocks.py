@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from base.request import FinishReason
 from conductor.api.http_reply import to_json
-from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought
+from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought, value_or_none
 from conductor.api.turn import Part
 
 DELTA_CHARS = 1 << 14
@@ -81,7 +80,7 @@ class MessageBlocks:
                     yield self._closed()
                     yield self._call_begun(found.name)
                     yield from self._argued(found.arguments)
-                self._call["input"] = json.loads(found.arguments, strict=False)
+                self._call["input"] = value_or_none(found.arguments)
                 yield self._closed()
             else:
                 kind = "thinking" if isinstance(found, Thought) else "text"

@@ -21,6 +21,7 @@ from conductor.api.options import (
     require_model,
     unique_id,
 )
+from conductor.api.prompt import plain_token_ids
 from conductor.api.served_model import ServedModel
 from conductor.api.turn import (
     ChatTurn,
@@ -65,8 +66,7 @@ async def _turn(model: ServedModel, body: CountTokensBody) -> ChatTurn:
     )
     if not beginning:
         return turn
-    # The answer goes on from what the client wrote of it, which is text and no tokens of other meaning.
-    begun = model.tokenizer.encode_text(beginning)
+    begun = await plain_token_ids(model, beginning)
     return replace(turn, token_ids=(*turn.token_ids, *begun))
 
 

@@ -19,7 +19,7 @@ from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import SchemaText
 from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
-from conductor.api.strict_body import StrictBody
+from conductor.api.strict_body import StrictBody, TemplateVariables
 from conductor.api.turn import Reasoning, Tools
 
 MAX_BLOCKS = 8_192
@@ -107,7 +107,7 @@ class CountTokensBody(StrictBody):
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     output_format: OutputFormat | None = None
     output_config: OutputConfig | None = None
     mcp_servers: None = None

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from conductor.api.parsing.events import MAX_CALL_DEPTH, value_or_none
+from conductor.api.parsing.events import MAX_CALL_DEPTH, characters, value_or_none
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "integer": (int, float),
@@ -81,7 +81,9 @@ def _call(item: ast.expr) -> tuple[str, dict[str, Any]]:
 def _plain(node: ast.expr) -> Any:
     """Return the value of a literal that JSON can say; raises ValueError for any other expression."""
     match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
+        case ast.Constant(value=str() as text):
+            return characters(text)
+        case ast.Constant(value=int() | float() | None as value):
             return value
         case ast.Name(id="true" | "false" | "null" as name):
             return _WORDS.get(name)
@@ -96,7 +98,7 @@ def _plain(node: ast.expr) -> Any:
 
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
+        return characters(node.value)
     raise ValueError("no text for a key")
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 MAX_CALL_DEPTH = 100
 """Lists and objects in each other in a call's arguments; what is deeper is no call but text."""
+
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+"""The escape of one surrogate, which may stand alone in JSON, and is no character then."""
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each tool that was offered, by the tool's name."""
@@ -59,17 +64,43 @@ def called_or_none(name: object, arguments: object) -> Called | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
-        return Called(name, json.dumps(arguments, ensure_ascii=False))
+        return Called(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (ValueError, RecursionError):
         return None
 
 
 def value_or_none(text: str) -> Any:
-    """Return the value of a JSON text; None where it is malformed, beyond bounds, or null."""
+    """Return the value of a JSON text; None where it is malformed, beyond bounds, or null.
+
+    What neither texts nor JSON can hold is exchanged: half of a pair of surrogates for U+FFFD, and a number
+    beyond all floats for the greatest.
+    """
     try:
-        return json.loads(text, parse_constant=_no_constant, strict=False)
+        value = json.loads(text, parse_float=_finite, parse_constant=_no_constant, strict=False)
+        return _with_characters(value) if _HALF_PAIR.search(text) else value
     except (ValueError, RecursionError):
         return None
+
+
+def characters(text: str) -> str:
+    """Return `text` with U+FFFD for each half of a pair of surrogates."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _with_characters(value: Any) -> Any:
+    match value:
+        case str():
+            return characters(value)
+        case dict():
+            return {characters(key): _with_characters(item) for key, item in value.items()}
+        case list():
+            return [_with_characters(item) for item in value]
+        case _:
+            return value
+
+
+def _finite(digits: str) -> float:
+    return max(-sys.float_info.max, min(float(digits), sys.float_info.max))
 
 
 def _no_constant(name: str) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from base.clock import wall_clock_s
 from base.errors import InvalidRequestError
 from base.request import FinishReason
 from conductor.api.backend import Backend
-from conductor.api.chat_template import ChatMessage, PastCall
+from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
 from conductor.api.openai_format import DONE
@@ -40,7 +41,7 @@ class _Asked(NamedTuple):
     turn: ChatTurn
     messages: tuple[ChatMessage, ...]
     """The whole conversation."""
-    setting: object
+    setting: bytes
 
 
 async def create_response(backend: Backend, body: ResponsesBody, caller: Caller, reply: Reply) -> None:
@@ -92,7 +93,7 @@ async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Aske
         raise InvalidRequestError("input: at least one item is wanted", "input")
     system = (ChatMessage("system", body.instructions),) if body.instructions else ()
     variables = {**reasoning.variables, **(body.chat_template_kwargs or {})}
-    setting = (body.instructions, tools.offered, variables)
+    setting = _setting(body.instructions, tools.offered, variables)
     token_ids = None
     if held is not None and held.setting == setting:
         token_ids = await following_token_ids(model, held.token_ids, new, variables, tools.offered)
@@ -100,6 +101,12 @@ async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Aske
         model, (*system, *before, *new), tools, reasoning, body.chat_template_kwargs, token_ids=token_ids
     )
     return _Asked(turn, (*before, *new), setting)
+
+
+def _setting(instructions: str | None, tools: Sequence[ToolSpec], variables: Mapping[str, Any]) -> bytes:
+    """Return what is equal where the prompts of two turns begin alike: a digest, however long these are."""
+    shown = [instructions, [tool.as_template_sees_it() for tool in tools], dict(variables)]
+    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=16).digest()
 
 
 def _hold(

@@ -8,10 +8,11 @@ and for a time; what is gone is said to be gone.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from base.clock import Clock
 from base.errors import InvalidRequestError
@@ -28,14 +29,31 @@ class HeldResponse(NamedTuple):
     token_ids: array[int]
     """Prompt and answer, without the token that ended it."""
     messages: tuple[ChatMessage, ...]
-    setting: object
-    """Equal where a new turn goes on from the tokens: instructions, tools and variables."""
+    setting: bytes
+    """Equal where a new turn goes on from the tokens: a digest of instructions, tools and variables."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it is charged with."""
-        texts = sum(len(turn.content) + len(turn.reasoning or "") for turn in self.messages)
-        return len(self.token_ids) * self.token_ids.itemsize + 2 * texts + 512 * len(self.messages) + 512
+        return sys.getsizeof(self.token_ids) + sum(map(_turn_bytes, self.messages)) + 512
+
+
+def _turn_bytes(turn: ChatMessage) -> int:
+    texts = (turn.content, turn.name, turn.call_id, turn.reasoning)
+    calls = (_value_bytes([call.call_id, call.name, call.arguments]) for call in turn.calls)
+    return sum(map(sys.getsizeof, texts)) + sum(calls) + 512
+
+
+def _value_bytes(value: Any) -> int:
+    """Return the memory of a value of JSON."""
+    match value:
+        case dict():
+            inner = sum(sys.getsizeof(key) + _value_bytes(item) for key, item in value.items())
+        case list():
+            inner = sum(map(_value_bytes, value))
+        case _:
+            inner = 0
+    return sys.getsizeof(value) + inner
 
 
 class _Holding(NamedTuple):

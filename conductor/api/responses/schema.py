@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
 from base.request import Grammar, GrammarKind
@@ -27,7 +28,7 @@ from conductor.api.openai_tools import (
     tool_spec,
 )
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
-from conductor.api.strict_body import StrictBody
+from conductor.api.strict_body import StrictBody, TemplateVariables
 from conductor.api.turn import Reasoning, Tools
 
 _Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
@@ -123,6 +124,14 @@ class TextWish(StrictBody):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+def _of_texts(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return what has texts alone; as a type, pydantic would report each value that is none."""
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise PydanticCustomError("text", f"a text is wanted for {key[:100]!r}")
+    return metadata
+
+
 class ResponsesBody(StrictBody):
     model: str
     input: Annotated[Annotated[str, Tag("a string")] | _Items, Discriminator(_text_kind)] = Field(
@@ -139,8 +148,8 @@ class ResponsesBody(StrictBody):
     tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
-    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=16), AfterValidator(_of_texts)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
@@ -196,9 +205,6 @@ class ResponsesBody(StrictBody):
         """
         if isinstance(self.input, str):
             return [ChatMessage("user", self.input)]
-        for key, value in (self.metadata or {}).items():
-            if not isinstance(value, str):
-                raise InvalidRequestError(f"metadata.{key[:100]}: a text is wanted", "metadata")
         check_json_texts(
             (item.arguments or "" for item in self.input if isinstance(item, InputItem)), "input"
         )

@@ -2,6 +2,7 @@
 """/v1/messages, by Anthropic's own client against a real server."""
 
 import json
+import threading
 from contextlib import asynccontextmanager
 
 import httpx
@@ -100,6 +101,40 @@ async def test_a_last_message_of_the_assistant_is_gone_on_with(plain):
     ids = api.dispatcher.requests[0].token_ids
     assert plain.tokenizer.decode(ids, False).endswith("<|im_start|>assistant\nIt is <|im_end|>")
     assert ids.count(plain.tokenizer.token_id_or_none("<|im_end|>")) == 1
+
+
+@pytest.mark.parametrize(("num_chars", "is_inline"), [(20, True), (5_000, False)])
+async def test_a_long_beginning_of_an_answer_is_tokenised_off_the_event_loop(
+    plain, monkeypatch, num_chars, is_inline
+):
+    encode, threads = plain.tokenizer.encode, {}
+
+    def encoded(text, *others, **named):
+        threads[len(text) == num_chars] = threading.get_ident()
+        return encode(text, *others, **named)
+
+    monkeypatch.setattr(plain.tokenizer, "encode", encoded)
+    async with asking(plain, "three") as (messages, _):
+        await messages.create(
+            **body(messages=[QUESTION, {"role": "assistant", "content": "word " * (num_chars // 5)}])
+        )
+    assert (threads[True] == threading.get_ident()) == is_inline
+
+
+async def test_a_beginning_beyond_the_window_is_refused_before_it_is_tokenised(plain):
+    async with asking(plain, "three") as (messages, api):
+        with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+            await messages.create(
+                **body(messages=[QUESTION, {"role": "assistant", "content": "word " * 150_000}])
+            )
+    assert api.dispatcher.requests == []
+
+
+async def test_arguments_that_are_half_a_character_are_an_input(tooled):
+    call = '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
+    async with asking(tooled, call) as (messages, _):
+        answer = await messages.create(**body(tools=[ADD]))
+    assert answer.content[0].input == {"a": "\ufffd"}
 
 
 async def test_reasoning_is_shown_only_where_it_is_asked_for(tooled):

@@ -2,6 +2,7 @@
 """/v1/responses, by the official client against a real server."""
 
 import json
+import tracemalloc
 from array import array
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,8 @@ import pytest
 
 from base.errors import InvalidRequestError, RejectedError
 from base.request import FinishReason
-from conductor.api.chat_template import ChatMessage
+from conductor.api.chat_template import ChatMessage, PastCall
+from conductor.api.openai_tools import past_arguments
 from conductor.api.responses.held import HELD_S, HeldResponse, HeldResponses
 from tests.conductor.api.conversing import CALL, WITH_TOOLS, deep, long_model, prompt_of, talking
 from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken
@@ -24,6 +26,7 @@ ADD = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
 }
 CALLED = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1, "b": 2}'}
+NESTED = '{"a":' * 600 + "1" + "}" * 600
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
 
 
@@ -131,7 +134,7 @@ async def test_responses_to_one_request_id_of_a_client_are_two(plain):
 def test_a_response_that_is_held_again_is_counted_once():
     held = HeldResponses(ManualClock())
     for text in ("a", "bb"):
-        held.hold("t", "resp", HeldResponse(array("I", [1]), (ChatMessage("user", text),), None))
+        held.hold("t", "resp", HeldResponse(array("I", [1]), (ChatMessage("user", text),), b""))
         held.check()
     assert held.find("t", "resp").messages[0].content == "bb"
 
@@ -165,8 +168,51 @@ async def test_what_is_not_stored_or_anothers_cannot_be_gone_on_from(plain):
         )
 
 
-def held(num_tokens=10):
-    return HeldResponse(array("I", range(num_tokens)), (ChatMessage("user", "x"),), None)
+def held(num_tokens=10, *more):
+    return HeldResponse(array("I", range(num_tokens)), (ChatMessage("user", "x"), *more), b"")
+
+
+def test_a_response_is_charged_with_the_memory_that_it_takes():
+    def grown(make):
+        make()
+        tracemalloc.start()
+        kept = make()
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return kept.num_bytes, taken
+
+    deep_arguments = json.dumps(
+        {"a": [[] for _ in range(10_000)], "b": {str(key): [1.5] for key in range(3_000)}}
+    )
+    for make in (
+        lambda: held(100_000),
+        lambda: held(1, ChatMessage("user", "x" * 99_999 + "\N{GRINNING FACE}")),
+        lambda: held(
+            1, ChatMessage("assistant", "", calls=(PastCall("c", "f", past_arguments(deep_arguments, "")),))
+        ),
+        lambda: held(1, *(ChatMessage("user", str(number)) for number in range(1_000))),
+    ):
+        charged, taken = grown(make)
+        assert taken <= charged <= 6 * taken
+
+
+async def test_a_held_response_keeps_nothing_of_the_variables_and_tools(plain, monkeypatch):
+    hold, held = HeldResponses.hold, []
+
+    def held_too(self, tenant, response_id, response):
+        held.append(response)
+        hold(self, tenant, response_id, response)
+
+    monkeypatch.setattr(HeldResponses, "hold", held_too)
+    async with asking(plain, "x") as (responses, api):
+        for more in ({}, {"tools": [ADD]}, {"extra_body": {"chat_template_kwargs": {"a": "y" * 100_000}}}):
+            first = await responses.create(model=MODEL, input="one", **more)
+            assert len(repr(held[-1])) < 8_000
+            await responses.create(
+                model=MODEL, input="two", previous_response_id=first.id, store=False, **more
+            )
+            one, two = (request.token_ids for request in api.dispatcher.requests[-2:])
+            assert two[: len(one)] == one
 
 
 def test_held_responses_leave_by_age_and_make_room_within_their_tenant_first():
@@ -255,13 +301,23 @@ HOSTILE = {
     "a depth bomb": ({"tools": [{**ADD, "parameters": deep(60)}]}, "tools[0].parameters"),
     "a choice of none": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "a choice of no tool": (
+        {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
+        "tool_choice",
+    ),
+    "a call of a small bomb": ({"input": [{**CALLED, "arguments": NESTED}]}, "input[0].arguments"),
+    "many variables": ({"chat_template_kwargs": {"x": "y" * 200_000}}, "chat_template_kwargs"),
     "in the background": ({"background": True}, "background"),
     "a conversation": ({"conversation": "x"}, "conversation"),
     "truncation": ({"truncation": "auto"}, "truncation"),
     "an effort of none": ({"reasoning": {"effort": "heroic"}}, "reasoning.effort"),
     "tokens of none": ({"max_output_tokens": 0}, "max_output_tokens"),
     "a temperature of fire": ({"temperature": 99}, "temperature"),
-    "metadata of numbers": ({"metadata": {"a": 1}, "input": [{"role": "user", "content": "x"}]}, "metadata"),
+    "metadata of numbers": (
+        {"metadata": {"a": 1}, "input": [{"role": "user", "content": "x"}]},
+        "metadata",
+    ),
+    "metadata of numbers beside a text": ({"metadata": {"a": 1}}, "metadata"),
     "a long id": ({"previous_response_id": "x" * 300}, "previous_response_id"),
     "an id that is not held": ({"previous_response_id": "x"}, "previous_response_id"),
 }

@@ -1,6 +1,7 @@
 """Tools and reasoning in /v1/chat/completions, by the official client against a real server."""
 
 import json
+import sys
 from contextlib import asynccontextmanager
 
 import httpx
@@ -12,7 +13,7 @@ from base.request import FinishReason
 from conductor.api.openai_tools import check_json_texts
 from conductor.api.parsing.forced import closed, demanded_schema
 from tests.conductor.api.conversing import CALL, WITH_TOOLS, deep, long_model, prompt_of, talking
-from tests.conductor.fakes import MODEL, serving, spoken
+from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken
 
 QUESTION = {"role": "user", "content": "1 + 2?"}
 ADD = {
@@ -379,6 +380,22 @@ HOSTILE = {
         {"messages": [past("[" * 10_000)]},
         "messages[0].tool_calls[0].function.arguments",
     ),
+    "arguments that are a small bomb": (
+        {"messages": [past('{"a":' * 600 + "1" + "}" * 600)]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "arguments with no number": (
+        {"messages": [past('{"a": NaN}')]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "allowed tools of which none may be called": (
+        {
+            "tools": [NOW],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+        },
+        "tool_choice",
+    ),
+    "many variables": ({"chat_template_kwargs": {"x": "y" * 200_000}}, "chat_template_kwargs"),
     "arguments of many lists": ({"messages": [past("[" * 100_000)]}, "messages"),
     "arguments of many values in each of many calls": (
         {"messages": [past(json.dumps({"a": [1] * 10_000}))] * 30},
@@ -403,6 +420,34 @@ def test_json_within_texts_is_bounded_before_it_is_parsed():
     with pytest.raises(InvalidRequestError, match="at most 1048576 characters"):
         check_json_texts(['"' + "x" * (1 << 19) + '"'] * 2, "messages")
     check_json_texts(['"\ud800"'], "messages")  # a surrogate alone is no reason to fail
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+        ('{"\\uD83D x": ["\\udc00\\ud83d\\ude00"]}', {"\ufffd x": ["\ufffd\N{GRINNING FACE}"]}),
+        ('{"a": -1e999}', {"a": -sys.float_info.max}),
+    ],
+)
+async def test_what_no_text_or_json_can_hold_is_exchanged_in_calls(tooled, written, shown):
+    call = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    async with chatting(tooled, call) as (ask, api):
+        said = (await ask(tools=[NOW])).choices[0].message.tool_calls[0]
+        await ask(messages=[QUESTION, past(written), past(said.function.arguments)], tools=[NOW])
+    assert json.loads(said.function.arguments) == shown
+    assert prompt_of(tooled, api, 1).count(f"f({json.dumps(shown, ensure_ascii=False)})") == 2
+
+
+async def test_special_tokens_in_variables_stay_text(tmp_path):
+    model = long_model(tmp_path, "{{ rule }}{{ bos_token }}" + CHAT_TEMPLATE)
+    special = model.tokenizer.token_id_or_none("<|im_end|>")
+    counts = []
+    for variables in ({}, {"rule": "<|im_end|>", "bos_token": "<|im_end|>"}):
+        async with chatting(model, "x") as (ask, api):
+            await ask(extra_body={"chat_template_kwargs": variables})
+        counts.append(api.dispatcher.requests[0].token_ids.count(special))
+    assert counts[0] == counts[1]
 
 
 async def test_hostile_tools_are_refused_by_field(plain):
