@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ STACK_BYTES = 1 << 20
 NUM_TRIED_TOKENS = 24
 MAX_MASK_S = 0.2
 """Processor time of one mask: while it is computed, a step of a whole batch may wait."""
+
+
+MAX_PLACE_S = 0.3
+"""Processor time of the search for a fault's place."""
+MAX_PLACE_CHARS = 200
+_OF_SCHEMAS = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+_OF_VALUES = frozenset(["enum", "const", "default", "examples"])
 
 
 def tried(vocabulary: Vocabulary, asked: Grammar) -> Grammar:
@@ -99,19 +107,67 @@ def _narrower(vocabulary: Vocabulary, source: str) -> Grammar | None:
         return None
 
 
+def place_of(vocabulary: Vocabulary, schema: Any, problem: str) -> str:
+    """Return where in a schema the fault is, as properties.a.items: the smallest part that is refused alike.
+
+    Empty: it is of the schema as a whole, or was not found in a while.
+    """
+    until_s = time.process_time() + MAX_PLACE_S
+
+    def within(part: Any) -> Iterator[str]:
+        for name, inner in _parts(part) if isinstance(part, dict) else ():
+            if time.process_time() < until_s and _refusal(vocabulary, inner) == problem:
+                yield name
+                yield from within(inner)
+                return
+
+    return ".".join(within(schema))[:MAX_PLACE_CHARS]
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas that stand in a schema, and the names of their places."""
+    for key, value in schema.items():
+        if key in _OF_SCHEMAS and isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        elif isinstance(value, list):
+            yield from ((f"{key}[{at}]", inner) for at, inner in enumerate(value))
+        elif key not in _OF_VALUES:
+            yield key, value
+
+
+def _refusal(vocabulary: Vocabulary, schema: Any) -> str:
+    """Return how a schema is refused by itself; empty: it is none, or it is taken."""
+    if isinstance(schema, dict):
+        try:
+            vocabulary.compile(_schema(schema))
+        except InvalidRequestError as error:
+            return str(error)
+    return ""
+
+
 def _schema(schema: Any) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
 
 
 def _answer(vocabulary: Vocabulary, line: bytes) -> dict[str, Any]:
     table = json.loads(line)
+    asked = Grammar(GrammarKind(table["kind"]), table["source"])
     try:
-        grammar = tried(vocabulary, Grammar(GrammarKind(table["kind"]), table["source"]))
+        grammar = tried(vocabulary, asked)
     except InvalidRequestError as error:
-        return {"error": str(error)}
+        return {"error": _where(vocabulary, asked, str(error)) + str(error)}
     except MemoryError:
         return {"error": "it takes too much memory to compile"}
     return {"kind": grammar.kind.value, "source": grammar.source}
+
+
+def _where(vocabulary: Vocabulary, asked: Grammar, problem: str) -> str:
+    if asked.kind is not GrammarKind.JSON_SCHEMA:
+        return ""
+    with suppress(ValueError, RecursionError, MemoryError):
+        if place := place_of(vocabulary, json.loads(asked.source), problem):
+            return f"{place}: "
+    return ""
 
 
 def _in_child(vocabulary: Vocabulary, line: bytes, sink: int) -> None:

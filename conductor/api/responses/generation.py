@@ -189,8 +189,6 @@ class _Response:
     def ended(self, reason: FinishReason) -> Mapping[str, Any]:
         output, usage = self._items.done, self._items.usage(self._num_prompt_tokens)
         if reason is FinishReason.LENGTH:
-            if output and output[-1]["type"] == "message":
-                output[-1]["status"] = "incomplete"
             return self._at(
                 "incomplete",
                 incomplete_details={"reason": "max_output_tokens"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from base.request import FinishReason
 from conductor.api.http_reply import to_json
 from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought
 from conductor.api.turn import Part
@@ -50,7 +51,11 @@ class OutputItems:
         self.num_cached_tokens = piece.num_cached_tokens
         self.num_reasoning_tokens = part.num_reasoning_tokens
         events = "".join(self._added(part.events))
-        return events + (self._closed() if piece.finish_reason is not None else "")
+        if piece.finish_reason is None:
+            return events
+        return events + self._closed(
+            "incomplete" if piece.finish_reason is FinishReason.LENGTH else "completed"
+        )
 
     def _added(self, events: Sequence[Event]) -> Iterable[str]:
         for found in events:
@@ -84,8 +89,8 @@ class OutputItems:
             return events
         return events + self.event("response.content_part.added", **self._place(), part=_part(kind, ""))
 
-    def _closed(self) -> str:
-        """End the item that is open, if one is."""
+    def _closed(self, status: str = "completed") -> str:
+        """End the item that is open, if one is: with `status`, or incomplete where it is a call."""
         kind, text = self._open, "".join(self._texts)
         if not kind:
             return ""
@@ -97,7 +102,7 @@ class OutputItems:
         else:
             events = self.event("response.output_text.done", **place, text=text, logprobs=[])
             events += self.event("response.content_part.done", **place, part=_part(kind, text))
-        item = self._item(kind, text, "completed")
+        item = self._item(kind, text, status)
         events += self.event("response.output_item.done", output_index=len(self.done), item=item)
         self.done.append(item)
         self._open, self._texts = "", []

@@ -1,6 +1,7 @@
 """Grammars that would harm whoever compiles them have an answer, and harm nobody."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -58,6 +59,30 @@ async def test_refusals_are_kept_too_and_name_the_field_of_who_asks(checker):
             await checker.checked(Grammar(REGEX, "(a"), param)
         assert refused.value.param == param
     assert checker.num_tried == 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        (
+            {"properties": {"a": {"items": {"type": "string", "pattern": "("}}}},
+            "x: properties.a.items: .*unclosed",
+        ),
+        ({"anyOf": [{"type": "null"}, {"type": "objekt"}]}, r"x: anyOf\[1\]: .*objekt"),
+        ({"$defs": {"b": {"type": "objekt"}}, "$ref": "#/$defs/b"}, r"x: \$defs.b: .*objekt"),
+        ({"type": "objekt", "default": {"type": "objekt"}}, "x: Invalid type"),
+    ],
+)
+async def test_the_place_of_a_schemas_fault_is_told(checker, schema, told):
+    with pytest.raises(InvalidRequestError, match=f"^{told}"):
+        await checker.checked(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "x")
+
+
+async def test_the_place_of_a_fault_is_looked_for_within_bounds(checker):
+    wide = {"properties": {f"p{at}": {"type": "string", "pattern": f"a{{{at}}}"} for at in range(2_000)}}
+    wide["properties"]["last"] = {"type": "objekt"}
+    with pytest.raises(InvalidRequestError, match="Invalid type: objekt"):
+        await checker.checked(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wide)), "x")
 
 
 async def test_who_leaves_while_a_grammar_is_tried_takes_nothing_along(checker):

@@ -244,6 +244,9 @@ async def test_an_answer_that_is_cut_off_is_incomplete(plain):
         events = [event async for event in await responses.create(model=MODEL, input="x", stream=True)]
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert events[-1].type == "response.incomplete"
+    ended = next(event for event in events if event.type == "response.output_item.done")
+    assert ended.item == events[-1].response.output[0]
+    assert (ended.item.status, answer.output[0].status) == ("incomplete", "incomplete")
 
 
 async def test_a_stream_that_fails_ends_with_an_error(plain):

@@ -28,6 +28,16 @@ def parsed(answer: Answer, pieces: list[str], is_cut: bool = False) -> list[Even
     return joined(events + parser.finish(is_cut))
 
 
+BETWEEN = [
+    *("name", "add", '{"name":"now"}', '<|"|>', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<parameter=", "</parameter>", "</function>", "</tool_call>", "<tool_call|>", "<|end|><|start|>"),
+    *("<|message|>", "to=f ", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "[ARGS]"),
+    *("<｜DSML｜invoke name=", "</｜DSML｜invoke>", "</｜DSML｜function_calls>", "<｜DSML｜parameter name="),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<|open|>argument", "<|close|>call<|sep|>", "<|sep|>"),
+]
+"""Marks that stand within calls."""
+
 ADD = Called("add", '{"a": 1, "b": 2.5}')
 NOW = Called("now", "{}")
 

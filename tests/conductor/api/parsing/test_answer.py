@@ -5,16 +5,8 @@ from hypothesis import strategies as st
 from conductor.api.parsing.answer import AnswerParser
 from conductor.api.parsing.events import MAX_CALL_DEPTH, Called, Said, Thought
 from conductor.api.parsing.families import FORMS, family_of
-from tests.conductor.api.parsing.answers import ANSWERS, SCHEMAS, Answer, parsed
+from tests.conductor.api.parsing.answers import ANSWERS, BETWEEN, SCHEMAS, Answer, parsed
 
-BETWEEN = [
-    *("name", "add", '{"name":"now"}', '<|"|>', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<parameter=", "</parameter>", "</function>", "</tool_call>", "<tool_call|>", "<|end|><|start|>"),
-    *("<|message|>", "to=f ", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "[ARGS]"),
-    *("<｜DSML｜invoke name=", "</｜DSML｜invoke>", "</｜DSML｜function_calls>", "<｜DSML｜parameter name="),
-    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    *("<|open|>argument", "<|close|>call<|sep|>", "<|sep|>"),
-]
 EVERY_ANSWER = pytest.mark.parametrize(
     "answer", ANSWERS, ids=lambda answer: f"{answer.family}-{answer.text[:20]!r}"
 )

@@ -1,6 +1,7 @@
 """Calls that come in parts are those of the whole answer, wherever it is split, in every API."""
 
 import json
+import random
 from itertools import pairwise
 
 import pytest
@@ -15,8 +16,10 @@ from conductor.api.parsing.families import FORMS
 from conductor.api.parsing.forced import DEMANDED
 from conductor.api.responses.items import OutputItems
 from conductor.api.turn import Part
-from tests.conductor.api.parsing.answers import ANSWERS, SCHEMAS
+from tests.conductor.api.parsing.answers import ANSWERS, BETWEEN, SCHEMAS
 
+NUM_TEXTS = 1_000
+"""Random ones of each family."""
 VALUES = [
     {},
     {"a": 1, "b": 2.5},
@@ -130,7 +133,8 @@ def check_all_apis(steps, is_cut):
     assert made == done
     calls = {item["id"]: item["arguments"] for item in done if item["type"] == "function_call"}
     assert {name: text for name, text in calls.items() if text} == deltas
-    assert [item["status"] for item in done].count("incomplete") == cut
+    assert [item["status"] for item in done if item["type"] == "function_call"].count("incomplete") == cut
+    assert [item["status"] for item in done[:-1]].count("incomplete") == 0
     return whole
 
 
@@ -141,6 +145,29 @@ def test_a_stream_brings_what_the_whole_answer_has_in_each_family(answer):
         steps = pushed(FORMS[answer.family], pieces, is_thinking=answer.is_thinking)
         found = check_all_apis(steps, is_cut=False)
         assert found == (whole := whole or found)
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_a_stream_of_any_text_brings_what_the_whole_answer_has(family):
+    rng, answers = random.Random(family), [answer for answer in ANSWERS if answer.family == family]
+    marks = [*FORMS[family].marks, *'{}"\\[]<a \n=:>(),é', *BETWEEN, "\\ud83d", "1e999", "\N{GRINNING FACE}"]
+    num_calls = 0
+    for _ in range(NUM_TEXTS):
+        parts = [rng.choice(marks) for _ in range(rng.randrange(12))]
+        if answers:
+            whole = rng.choice(answers).text
+            at = rng.randrange(len(whole) + 1)
+            parts = [whole[:at], *parts, whole[at:]] if rng.random() < 0.5 else [whole, *parts]
+        text, is_cut, is_thinking = "".join(parts), rng.random() < 0.3, rng.random() < 0.3
+        ends = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(8)))
+        pieces = [text[begin:end] for begin, end in pairwise([0, *ends, len(text)])]
+        once, split = (
+            check_all_apis(pushed(FORMS[family], each, is_cut, is_thinking), is_cut)
+            for each in ([text], pieces)
+        )
+        assert once == split
+        num_calls += len(once["tool_calls"])
+    assert num_calls or not FORMS[family].calls
 
 
 @pytest.mark.parametrize("text", TEXTS)
