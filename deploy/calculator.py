@@ -19,7 +19,11 @@ TOOL: Mapping[str, Any] = {
         "parameters": {
             "type": "object",
             "properties": {
-                "expression": {"type": "string", "description": "Numbers and + - * / // % ** ( )"}
+                "expression": {
+                    "type": "string",
+                    "description": "Numbers and + - * / // % ** ( )",
+                    "pattern": r"^[-(]*[0-9][.0-9]*( [-+*/%]{1,2} [-(]*[0-9][.0-9]*[)]*){1,20}$",
+                }
             },
             "required": ["expression"],
         },

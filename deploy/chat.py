@@ -45,8 +45,11 @@ def main(
         options["tools"] = [calculator.TOOL]
     while said := message or _asked():
         messages.append({"role": "user", "content": said})
-        for _ in range(MAX_ROUNDS):
-            stream = ChatStream(address, model["id"], messages, **options)
+        for number in range(MAX_ROUNDS):
+            # A small model decides on no call by itself: asked to compute, it has to begin with one.
+            is_demanded = with_calculator and not number and any(map(str.isdigit, said))
+            demanded = {"tool_choice": "required", "parallel_tool_calls": False} if is_demanded else {}
+            stream = ChatStream(address, model["id"], messages, **options, **demanded)
             answer = _print_answer(stream, json_)
             messages += (
                 [{"role": "assistant", "content": answer}] if not stream.calls else _called(stream, answer)
@@ -63,7 +66,7 @@ def _called(stream: ChatStream, answer: str) -> list[dict[str, Any]]:
     for call in stream.calls:
         arguments = call["function"]["arguments"]
         result = calculator.result_of(arguments)
-        print(f"[calculator {arguments} = {result}]", file=sys.stderr)
+        print(f"[calculator {' '.join(arguments.split())} = {result}]", file=sys.stderr)
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     return messages
 

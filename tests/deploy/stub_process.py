@@ -76,6 +76,11 @@ class Api(BaseHTTPRequestHandler):
         if body["messages"][-1]["role"] == "user" and text == "COMPUTE" and body.get("tools"):
             self._call("6 * 7")
             return
+        if text == "COMPUTE 1":
+            text = f"{body.get('tool_choice')}".upper()
+            if body.get("tool_choice") == "required":
+                self._call("1 + 1")
+                return
         if text == "REFUSE":
             self._answer(400, json.dumps({"error": {"message": "refused, as asked"}}))
             return

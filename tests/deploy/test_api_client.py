@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli
+from deploy import calculator, cli
 from deploy.api_client import ApiError, ChatStream, read_json
 from deploy.calculator import result_of
 from deploy.chat import CALM_TEMPERATURE
@@ -118,6 +119,25 @@ def test_a_chat_carries_out_the_calls_of_its_calculator(address, capsys):
     shown = capsys.readouterr()
     assert shown.out.split() == ["42"]
     assert '[calculator {"expression": "6 * 7"} = 42]' in shown.err
+
+
+def test_a_question_with_a_number_begins_with_the_calculator_and_no_later_answer_has_to(address, capsys):
+    for asked, out, err in ((["--calculator"], "2", " = 2]"), ([], "NONE", "")):
+        with pytest.raises(SystemExit):
+            cli.main(["chat", "compute 1", *asked, "--address", address])
+        shown = capsys.readouterr()
+        assert shown.out.split() == [out]
+        assert err in shown.err
+
+
+@pytest.mark.parametrize(
+    "expression", ["12.5 * 8", "-3 + (4 - 2) // 7", "2 ** 10 % 3", "3 * -4", "(1 + 2) * (3 + 4) - 5"]
+)
+def test_the_calculators_schema_lets_arithmetic_by(expression):
+    schema = calculator.TOOL["function"]["parameters"]["properties"]["expression"]
+    assert re.search(schema["pattern"], expression)
+    assert not result_of(json.dumps({"expression": expression})).startswith("error")
+    assert not re.search(schema["pattern"], f"f({expression})")
 
 
 @pytest.mark.parametrize(
