@@ -10,7 +10,9 @@ Three rules for the decode side, after arXiv 2407.00079 section 7:
   what runs on it now is often more than elsewhere (tested by the node, EARLY rejected up to
   23 % more than LATE; bench/results/replay.md).
 * PREDICT: admission looks at the decode pool's load projected to the moment that this
-  request's prefill ends (`decode_projection.py`).
+  request's prefill ends (`decode_projection.py`), and charges what it takes of it by the
+  price of room (`room_price.py`). EARLY prefers short contexts without meaning to: who is
+  tested twice has to fit twice, and a long one fits less often.
 
 EARLY and PREDICT are tested again at the decode node, as in the paper.
 
@@ -39,14 +41,6 @@ RETRY_AFTER_S = (0.5, 60.0)
 # 10P2D, TBT 60 to 70 ms, all three rules alike).
 TBT_HEADROOM = 0.85
 
-# A request that joins a full pool counts so often under PREDICT: a long context displaces several of the
-# usual length, and as many requests as possible are to be served. EARLY does it without meaning to: who is
-# tested twice has to fit twice, and a long context fits less often.
-DISPLACED = 4.0
-
-# Share of requests refused lately for the decode pool's sake, from which on that counts in full.
-MANY_REFUSED = 0.2
-
 
 def refusal(
     request: PlacementRequest,
@@ -55,8 +49,11 @@ def refusal(
     cost: CostModel,
     settings: SchedulerSettings,
     now_s: float,
-) -> tuple[RejectReason, float] | None:
-    """Return why not to carry out `placement` and the seconds to wait; None to carry it out."""
+) -> tuple[RejectReason, float, bool] | None:
+    """Return why not to carry out `placement`, the seconds to wait, and whether decode has room; None: do.
+
+    Who is refused though there is room takes that of several others.
+    """
     policy, slo = settings.reject, request.slo
     if policy is RejectPolicy.NONE:
         return None
@@ -64,18 +61,19 @@ def refusal(
     # who was let wait with some room is not sent away for having lost a part of it
     bound_s = slo.ttft_slo_s * (1.0 if request.is_promised else settings.ttft_headroom)
     if ttft_s > bound_s:
-        return RejectReason.TTFT, _bounded(ttft_s - bound_s)
+        return RejectReason.TTFT, _bounded(ttft_s - bound_s), False
     if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE or not request.max_tokens:
         return None
     tbt_s = decode_tbt_s(request, placement, view, cost, policy, now_s)
     bound_s = slo.tbt_slo_s * TBT_HEADROOM
+    has_room = tbt_s <= bound_s
     if policy is RejectPolicy.PREDICT:
         tbt_s += displaced_s(request, placement, view, cost)
-    if tbt_s > bound_s:
-        # one sequence leaves the pool every t_d / n seconds
-        in_pool = max(1, view.running_sequences)
-        return RejectReason.TBT, _bounded(view.projection.decode_s / in_pool)
-    return None
+    if tbt_s <= bound_s:
+        return None
+    # one sequence leaves the pool every t_d / n seconds
+    in_pool = max(1, view.running_sequences)
+    return RejectReason.TBT, _bounded(view.projection.decode_s / in_pool), has_room
 
 
 def decode_tbt_s(
@@ -98,14 +96,14 @@ def decode_tbt_s(
 def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterView, cost: CostModel) -> float:
     """Return the seconds of a step that this request takes from others that could be served instead of it.
 
-    Nothing while the pool takes all that come, and `DISPLACED` - 1 times its own where it refuses many.
+    Its own part of a step, by the price of room in the pool: nothing while that takes all that come.
     """
-    share = min(1.0, view.refused_share / MANY_REFUSED)
-    if not share:
+    price = view.room_price.price
+    if price <= 1.0:
         return 0.0
     ratio = view.corrections.ratio(placement.decode_node, "decode")
     own_s = cost.decode_step_s(1, request.num_tokens) - cost.decode_step_s(0, 0)
-    return (DISPLACED - 1.0) * own_s * ratio * share
+    return (price - 1.0) * own_s * ratio
 
 
 def admit_to_decode(

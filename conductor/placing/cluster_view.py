@@ -34,14 +34,12 @@ from conductor.placing.load_order import LoadOrder, bits_of
 from conductor.placing.node_state import InFlight, NodeState
 from conductor.placing.pace_classes import PaceClasses
 from conductor.placing.placement import Placement, PlacementRequest, RejectReason
+from conductor.placing.room_price import RoomPrice
 from kvstore.index import Key, NodeEvents, PrefixIndex
 
 # Of outputs seen so far; a new request is expected to be as long, up to its max_tokens.
 OUTPUT_GAIN = 0.02
 INITIAL_OUTPUT_TOKENS = 256.0
-
-# Of the last few dozen requests, in how many the decode pool refuses.
-REFUSED_GAIN = 0.03
 
 # Of the last few stored prompts, in how much they made a node evict.
 EVICT_GAIN = 0.2
@@ -60,6 +58,7 @@ class ClusterView:
         self.block_size = block_size
         self.index = PrefixIndex()
         self.copy_price = CopyPrice(self.index)
+        self.room_price = RoomPrice()
         self.corrections = Corrections()
         self.paces = PaceClasses()
         self.prefill_order = LoadOrder()
@@ -78,8 +77,6 @@ class ClusterView:
         """Prompts placed and not computed."""
         self.num_waiting = 0
         """Requests that are not placed yet: their owner says how many."""
-        self.refused_share = 0.0
-        """Share of the requests that were refused lately because their tokens would have come too late."""
         self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
         self._cost = cost
         self._nodes: dict[NodeId, NodeState] = {}
@@ -283,7 +280,6 @@ class ClusterView:
             request.max_tokens > 0,
         )
         self.num_in_flight += 1
-        self.refused_share -= REFUSED_GAIN * self.refused_share
         self._note_missed(request, placement.matched_blocks)
         self._join_queue(flight, now_s + placement.fetch_s)
         if source is not None:
@@ -353,10 +349,10 @@ class ClusterView:
         sequences, tokens = self.projection.at(moment_s, now_s)
         return sequences + self.foreign_sequences, tokens + self.foreign_context_tokens
 
-    def rejected(self, reason: RejectReason) -> None:
-        """A request was rejected before any work was done for it, and not let wait."""
-        if reason is RejectReason.TBT:
-            self.refused_share += REFUSED_GAIN * (1.0 - self.refused_share)
+    def rejected(self, reason: RejectReason, has_room: bool = False) -> None:
+        """A request was rejected and not let wait; `has_room`: the decode pool would have held it."""
+        if reason is RejectReason.TBT and not has_room:
+            self.room_price.found_no_room()
 
     def refused(self, node_id: NodeId, now_s: float) -> None:
         """A node had no blocks for a reservation: it is full until it says otherwise, a while from now."""
@@ -389,6 +385,7 @@ class ClusterView:
     def settle(self, now_s: float) -> None:
         """Bring what changes by itself up to a moment, before anything is chosen."""
         self.prefill_order.settle(now_s)
+        self.room_price.settle(now_s, self.projection.decode_s)
         if self.corrections.changed:
             self._settle_paces()
 

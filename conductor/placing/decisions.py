@@ -96,8 +96,8 @@ class ViewSeen(NamedTuple):
     """Requests not placed yet."""
     block_price_s: float = 0.0
     """Seconds of recompute that a block stored in a full cache costs."""
-    refused_share: float = 0.0
-    """Share of the requests that were refused lately for the decode pool's sake."""
+    room_price: float = 1.0
+    """How often a request's own part of a step counts, while the decode pool has no room for all."""
 
 
 class Decision(NamedTuple):
@@ -175,7 +175,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.num_queued = seen.num_queued
     view.num_waiting = seen.num_waiting
     view.copy_price.restore(seen.block_price_s)
-    view.refused_share = seen.refused_share
+    view.room_price.restore(seen.room_price, made.decided_at_s)
     # as if all were other conductors': those are expected at any moment, whatever t_d is
     view.foreign_sequences, view.foreign_context_tokens = seen.projected
     return view
@@ -204,7 +204,7 @@ def _seen(
         view.num_queued,
         view.num_waiting,
         view.copy_price.block_s,
-        view.refused_share,
+        view.room_price.price,
     )
 
 

@@ -94,3 +94,5 @@ class Rejection(NamedTuple):
     retry_after_s: float
     predicted_ttft_s: float = 0.0
     predicted_tbt_s: float = 0.0
+    has_room: bool = False
+    """The decode pool would have held it: its room is left to several shorter ones."""

@@ -97,13 +97,14 @@ def place(
     refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
         return placement
-    reason, retry_after_s = refused
+    reason, retry_after_s, has_room = refused
     return Rejection(
         request.request_id,
         reason,
         retry_after_s,
         placement.predicted_ttft_s,
         placement.predicted_tbt_s,
+        has_room,
     )
 
 

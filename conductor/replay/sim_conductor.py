@@ -189,7 +189,7 @@ class SimConductor:
             request.is_promised = isinstance(result, Placement)
             return False
         if isinstance(result, Rejection):
-            view.rejected(result.reason)
+            view.rejected(result.reason, result.has_room)
             if self._learner is not None:
                 self._learner.refused(now_s)
             raise _RefusedError(result.reason.value)

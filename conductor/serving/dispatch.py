@@ -259,7 +259,7 @@ class Dispatcher:
             return False
         self._decided(attempt, asked, result, now_s)
         if isinstance(result, Rejection):
-            self._view.rejected(result.reason)
+            self._view.rejected(result.reason, result.has_room)
             raise refusal(result, asked.waited_s)
         self._view.placed(asked, result, now_s)
         state.placed()

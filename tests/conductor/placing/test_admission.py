@@ -1,13 +1,11 @@
 """Admission at its bounds: what is predicted to keep an SLO is taken, and not a hair more."""
 
-from math import inf, nextafter
+from math import e, inf, nextafter
 
 import pytest
 
 from base.request import NodeId, Slo
 from conductor.placing.admission import (
-    DISPLACED,
-    MANY_REFUSED,
     RETRY_AFTER_S,
     TBT_HEADROOM,
     admit_to_decode,
@@ -16,6 +14,7 @@ from conductor.placing.admission import (
     refusal,
 )
 from conductor.placing.placement import RejectReason
+from conductor.placing.room_price import MOST, REMEMBERED, RISE
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view, require_placement
@@ -54,7 +53,7 @@ def predicted_ttft_s():
 def test_a_promised_request_is_taken_up_to_its_very_bound():
     bound_s = 3.0 + predicted_ttft_s()
     assert refused(Slo(ttft_slo_s=bound_s), waited_s=3.0, is_promised=True) is None
-    reason, _ = refused(Slo(ttft_slo_s=nextafter(bound_s, 0)), waited_s=3.0, is_promised=True)
+    reason, *_ = refused(Slo(ttft_slo_s=nextafter(bound_s, 0)), waited_s=3.0, is_promised=True)
     assert reason is RejectReason.TTFT
 
 
@@ -76,7 +75,7 @@ def test_without_a_policy_everything_is_taken():
 def test_who_is_late_may_come_back_when_that_is_made_up_for(late_by_s, retry_s):
     waited_s = 2_000.0
     slo = Slo(ttft_slo_s=waited_s + predicted_ttft_s() - late_by_s)
-    _, retry_after_s = refused(slo, waited_s=waited_s, is_promised=True)
+    _, retry_after_s, _ = refused(slo, waited_s=waited_s, is_promised=True)
     assert retry_after_s == pytest.approx(retry_s)
 
 
@@ -88,7 +87,7 @@ def test_a_step_may_take_a_share_of_its_bound_and_no_more(policy):
     assert refused(Slo(tbt_slo_s=1.0), settings, cost=slow)[0] is RejectReason.TBT
 
 
-def test_a_long_context_counts_more_where_the_pool_refuses_many_and_no_more_where_it_takes_all():
+def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_all_are_taken():
     view = make_view(1, 1)
     long, short = (make_request(blocks=blocks) for blocks in (200, 20))
     shown = {request.num_tokens: placed(view, request) for request in (long, short)}
@@ -96,28 +95,44 @@ def test_a_long_context_counts_more_where_the_pool_refuses_many_and_no_more_wher
     assert at_ease == [0.0, 0.0]
     for _ in range(200):
         view.rejected(RejectReason.TBT)
-    assert view.refused_share > MANY_REFUSED
     pressed = [displaced_s(each, shown[each.num_tokens], view, COST) for each in (long, short)]
     own_s = COST.decode_step_s(1, long.num_tokens) - COST.decode_step_s(0, 0)
-    assert pressed[0] == pytest.approx((DISPLACED - 1) * own_s)
+    assert pressed[0] == pytest.approx((MOST - 1) * own_s)
     assert pressed[0] > pressed[1] > 0.0
     # a bound that the long one keeps alone, and not as one that displaces others
     slo = Slo(tbt_slo_s=(COST.decode_step_s(1, long.num_tokens) + own_s) / TBT_HEADROOM)
-    assert (
-        refusal(long._replace(slo=slo), shown[long.num_tokens], make_view(1, 1), COST, PREDICTING, 0.0)
-        is None
-    )
-    reason, _ = refusal(long._replace(slo=slo), shown[long.num_tokens], view, COST, PREDICTING, 0.0)
+    asked = long._replace(slo=slo)
+    assert refusal(asked, shown[long.num_tokens], make_view(1, 1), COST, PREDICTING, 0.0) is None
+    reason, _, has_room = refusal(asked, shown[long.num_tokens], view, COST, PREDICTING, 0.0)
     assert reason is RejectReason.TBT
-    for number in range(200):
-        view.placed(make_request(f"p{number}", blocks=1), shown[short.num_tokens], 0.0)
-    assert view.refused_share < 0.01, "who is taken makes it forget"
+    assert has_room
+    # and one that it does not keep alone
+    tight = long._replace(slo=Slo(tbt_slo_s=COST.decode_step_s(1, long.num_tokens)))
+    assert refusal(tight, shown[long.num_tokens], view, COST, PREDICTING, 0.0)[2] is False
 
 
-def test_who_is_refused_for_want_of_prefill_says_nothing_of_the_decode_pool():
+def test_the_price_of_room_rises_with_who_finds_none_and_falls_with_time():
+    price = make_view(1, 1).room_price
+    price.settle(5.0, decode_s=10.0)
+    assert price.price == 1.0
+    price.found_no_room()
+    assert price.price == pytest.approx(RISE)
+    for _ in range(200):
+        price.found_no_room()
+    assert price.price == MOST
+    price.settle(5.0, decode_s=10.0)
+    assert price.price == MOST, "no time has passed"
+    price.settle(5.0 + 10.0 * REMEMBERED, decode_s=10.0)
+    assert price.price == pytest.approx(MOST / e)
+    price.settle(1e9, decode_s=10.0)
+    assert price.price == 1.0
+
+
+def test_who_is_refused_for_another_reason_than_room_does_not_raise_its_price():
     view = make_view(1, 1)
     view.rejected(RejectReason.TTFT)
-    assert view.refused_share == 0.0
+    view.rejected(RejectReason.TBT, has_room=True)
+    assert view.room_price.price == 1.0
 
 
 def test_who_has_no_bound_or_is_asked_late_is_not_judged_by_steps():
@@ -143,7 +158,7 @@ def busy_view(num_running):
 @pytest.mark.parametrize(("running", "retry_s"), [(1, 30.0), (10, 3.0), (100, RETRY_AFTER_S[0]), (0, 30.0)])
 def test_who_meets_a_full_pool_may_come_back_when_one_has_left_it(running, retry_s):
     assert busy_view(0).projection.decode_s == 30.0
-    _, retry_after_s = refused(Slo(tbt_slo_s=1e-9), view=busy_view(running))
+    _, retry_after_s, _ = refused(Slo(tbt_slo_s=1e-9), view=busy_view(running))
     assert retry_after_s == pytest.approx(retry_s)
 
 
