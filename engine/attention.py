@@ -1,8 +1,8 @@
 """Attention over the paged cache, behind two functions: one token each, and chunks.
 
 They compute what `tests/engine/definitions.py : attend` defines for one sequence. What is fast on a CPU is to
-gather the blocks, then torch's fused attention on what was gathered. Gathering copies the KV of a step once a
-layer: 0.37 ms of 0.8 at 8 sequences of 320 tokens (SmolLM2, one thread of a 2.5 GHz Xeon, 2026-11-21).
+gather the blocks, then torch's fused attention on what was gathered, for as many sequences at a time as leave
+it in the processor's own cache: the KV of a step is then read from memory once a layer and never written.
 It runs on any device.
 """
 
@@ -14,6 +14,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.scaled_kv import plain, write_scaled
+
+GATHERED_BYTES = 2 << 20
+"""K and V that are gathered at a time for each thread: what the caches near a core hold, or about that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,89 @@ def write_kv(
     kv_cache[block_ids, 1, offsets, :, : value.shape[-1]] = value
 
 
+class DecodeGroup:
+    """Sequences that follow each other in a step, whose one new token each attends together.
+
+    It lives for a step, and keeps from layer to layer what does not change.
+
+    Args:
+        sequences: Which of the step's sequences they are.
+        block_tables: [num_seqs, max_blocks] of these; past a sequence's last block it is any valid block.
+        context_lens: Tokens that each query sees, itself included; >= 1.
+    """
+
+    def __init__(
+        self, sequences: slice, block_tables: torch.Tensor, context_lens: list[int], block_size: int
+    ) -> None:
+        self.sequences = sequences
+        self._longest = max(context_lens)
+        num_blocks = -(-self._longest // block_size)
+        self.blocks = block_tables[:, :num_blocks].reshape(-1).long()
+        self.num_seqs = len(context_lens)
+        self._lens = torch.tensor(context_lens, device=block_tables.device)
+        self._unseen: torch.Tensor | None = None
+        if min(context_lens) < self._longest:
+            key_at = torch.arange(num_blocks * block_size, device=block_tables.device)
+            unseen = (key_at >= self._lens[:, None]) & (key_at < self._longest)
+            self._unseen = unseen.flatten().nonzero()[:, 0]
+        self._biases: dict[int, torch.Tensor | None] = {}
+
+    def gathered(self, field: torch.Tensor) -> torch.Tensor:
+        """Return what is seen of a field [num_blocks, block_size, heads, width], [seqs, heads, keys, width].
+
+        Where another sequence is longer there are zeros: a weight of 0 hides any number but NaN, and such a
+        slot may hold what an earlier sequence left there, or another one is writing.
+        """
+        num_blocks, _, heads, width = field.shape
+        # As two dimensions it is one copy of a run of bytes a block, three times faster than indexing five.
+        return self.rows_of(field.view(num_blocks, -1).index_select(0, self.blocks), heads, width)
+
+    def rows_of(self, rows: torch.Tensor, heads: int, width: int) -> torch.Tensor:
+        """Return the same of whole blocks that are gathered, and may be changed."""
+        if self._unseen is not None:
+            rows.view(-1, heads * width).index_fill_(0, self._unseen, 0.0)
+        return rows.view(self.num_seqs, -1, heads, width)[:, : self._longest].transpose(1, 2)
+
+    def bias(self, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what is added to the scores, [seqs, 1, 1, keys]; None: all see all that is gathered."""
+        window = rule.sliding_window
+        if self._unseen is None and not 0 < window < self._longest:
+            return None
+        if window not in self._biases:
+            query_at = self._lens[:, None, None, None] - 1
+            self._biases[window] = causal_bias(self._longest, query_at, rule, dtype)
+        return self._biases[window]
+
+
+def decode_groups(
+    block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int, token_bytes: int
+) -> list[DecodeGroup]:
+    """Cut sequences into groups whose gathered tokens stay in the processor's cache.
+
+    A lone sequence may have more.
+
+    Args:
+        block_tables: [num_seqs, max_blocks] int32.
+        context_lens: [num_seqs] int32.
+        token_bytes: What is gathered of one token in one layer.
+    """
+    most = torch.get_num_threads() * GATHERED_BYTES // token_bytes
+    # The host reads the lengths, which is free on a CPU.
+    lens: list[int] = context_lens.tolist()
+    groups, start, longest = [], 0, 0
+    for end in range(1, len(lens) + 1):
+        longest = max(longest, lens[end - 1])
+        if end == len(lens) or max(longest, lens[end]) * (end + 1 - start) > most:
+            part = slice(start, end)
+            groups.append(DecodeGroup(part, block_tables[part], lens[part], block_size))
+            start, longest = end, 0
+    return groups
+
+
 def paged_decode_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    groups: list[DecodeGroup],
     rule: AttentionRule,
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
@@ -72,8 +153,7 @@ def paged_decode_attention(
         query: [num_seqs, num_heads, head_dim]
         kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], the new tokens' K and V
             written already; any block stride.
-        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are any valid block.
-        context_lens: [num_seqs] int32, >= 1; tokens the query sees, itself included.
+        groups: Of all the sequences.
         rule: Scale, sliding window and soft cap.
         sinks: [num_heads] or None.
         scales: Those of a layer of 8 bits, as `write_kv` takes them.
@@ -83,15 +163,20 @@ def paged_decode_attention(
     """
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads = kv_cache.shape[3]
-    key, value = _gather(kv_cache, block_tables, scales, query.dtype)
-    clear_unseen((key, value), context_lens)
     # The heads that share a KV head are the rows of one small matrix: no K or V is repeated.
     grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    # Its shape is num_seqs, 1, 1, keys.
-    bias = causal_bias(key.shape[2], context_lens.long()[:, None, None, None] - 1, rule, query.dtype)
     if sinks is not None:
         sinks = sinks.view(num_kv_heads, -1, 1)
-    return attend(grouped, key, value, bias, rule, sinks).reshape(num_seqs, num_heads, head_dim)
+    output = torch.empty_like(grouped)
+    for group in groups:
+        if scales is None:
+            key, value = group.gathered(kv_cache[:, 0]), group.gathered(kv_cache[:, 1])
+        else:
+            rows = _plain(kv_cache, group.blocks, scales, query.dtype)
+            key, value = (group.rows_of(each, num_kv_heads, head_dim) for each in rows)
+        seqs, bias = group.sequences, group.bias(rule, query.dtype)
+        output[seqs] = attend(grouped[seqs], key, value, bias, rule, sinks)
+    return output.view(num_seqs, num_heads, head_dim)
 
 
 def paged_prefill_attention(
@@ -108,9 +193,10 @@ def paged_prefill_attention(
 
     Args:
         query: [num_tokens, num_heads, head_dim], chunk after chunk.
+        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are any valid block.
         query_starts: [num_seqs + 1] int32, ascending from 0.
         context_lens: [num_seqs] int32; tokens of the sequence up to the chunk's end.
-        kv_cache, block_tables, rule, sinks, scales: as for `paged_decode_attention`.
+        kv_cache, rule, sinks, scales: as for `paged_decode_attention`.
 
     Returns:
         [num_tokens, num_heads, head_dim], dtype of `query`.
@@ -123,9 +209,13 @@ def paged_prefill_attention(
     for seq, context_len in enumerate(context_lens.tolist()):
         part = slice(starts[seq], starts[seq + 1])
         rows = query[part].transpose(0, 1)[None]  # [1, num_heads, chunk, head_dim]
-        blocks = block_tables[seq : seq + 1, : -(-context_len // block_size)]
-        gathered = _gather(kv_cache, blocks, scales, query.dtype)
-        key, value = (rows[:, :, :context_len] for rows in gathered)
+        blocks = block_tables[seq, : -(-context_len // block_size)]
+        if scales is None:
+            gathered = [gather_field(kv_cache[:, which], blocks) for which in (0, 1)]
+        else:
+            found = _plain(kv_cache, blocks.long(), scales, query.dtype)
+            gathered = [each.flatten(0, 1).transpose(0, 1)[None] for each in found]
+        key, value = (each[:, :, :context_len] for each in gathered)
         query_at = torch.arange(context_len - rows.shape[2], context_len, device=query.device)
         bias = causal_bias(context_len, query_at[None, None, :, None], rule, query.dtype)
         attended = attend(rows, key, value, bias, rule, sinks_of_heads)
@@ -133,39 +223,23 @@ def paged_prefill_attention(
     return output
 
 
-def _gather(
-    kv_cache: torch.Tensor, block_tables: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of whole blocks, each [num_seqs, num_kv_heads, keys, head_dim]."""
-    if scales is None:
-        return gather_field(kv_cache[:, 0], block_tables), gather_field(kv_cache[:, 1], block_tables)
-    blocks = block_tables.long()
-    rows, scale = kv_cache.view(torch.uint8)[blocks].view(kv_cache.dtype), scales[blocks]
-    key, value = (
-        plain(rows[:, :, which], scale[..., which], dtype).flatten(1, 2).transpose(1, 2) for which in (0, 1)
-    )
-    return key, value
+def gather_field(field: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """Return a sequence's whole blocks of a field [num_blocks, block_size, heads, width].
 
-
-def gather_field(field: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
-    """Return whole blocks of a field [num_blocks, block_size, heads, width] as [seqs, heads, keys, width]."""
+    As [1, heads, keys, width]."""
     num_blocks, _, heads, width = field.shape
-    # As two dimensions it is one copy of a run of bytes a block, three times faster than indexing five.
-    rows = field.view(num_blocks, -1).index_select(0, block_tables.reshape(-1))
-    return rows.view(len(block_tables), -1, heads, width).transpose(1, 2)
+    rows = field.view(num_blocks, -1).index_select(0, block_table)
+    return rows.view(1, -1, heads, width).transpose(1, 2)
 
 
-def clear_unseen(fields: tuple[torch.Tensor, ...], context_lens: torch.Tensor) -> None:
-    """Set to 0 what was gathered past the end of each sequence, in fields as `gather_field` returns them.
+def _plain(
+    kv_cache: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return K and V of whole blocks [num_blocks] of 8 bits as numbers.
 
-    A weight of 0 hides any number but NaN, and such a slot may hold what an earlier sequence left there, or
-    another one is writing.
-    """
-    num_seqs, _, num_keys, _ = fields[0].shape
-    key_at = torch.arange(num_keys, device=context_lens.device)
-    unseen = (key_at >= context_lens[:, None]).flatten().nonzero()[:, 0]
-    for gathered in fields:
-        gathered.transpose(1, 2).view(num_seqs * num_keys, -1).index_fill_(0, unseen, 0.0)
+    Each is [num_blocks, block_size, num_kv_heads, head_dim]."""
+    rows, scale = kv_cache.view(torch.uint8)[blocks].view(kv_cache.dtype), scales[blocks]
+    return [plain(rows[:, which], scale[..., which], dtype) for which in (0, 1)]
 
 
 def causal_bias(
@@ -184,13 +258,13 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     rule: AttentionRule,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return attention [n, heads, queries, head_dim] over K and V [n, kv_heads, keys, head_dim].
 
-    `sinks` must broadcast to [heads, queries, 1].
+    `sinks` must broadcast to [heads, queries, 1]. Without a bias every query sees every key.
     """
     if not rule.soft_cap and sinks is None:
         grouped = query.shape[1] != key.shape[1]
@@ -202,7 +276,7 @@ def attend(
     scores = (query @ key.transpose(-1, -2)) * rule.scale
     if rule.soft_cap:
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-    scores = (scores + bias).float()
+    scores = (scores if bias is None else scores + bias).float()
     if sinks is not None:
         column = sinks.float().expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

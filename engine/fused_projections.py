@@ -25,8 +25,9 @@ from engine.kernels.shared_sums import part_counters
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
-from engine.quantized_linear import SHARED_INPUTS, QuantizedLinear, stacked_layer
+from engine.quantized_linear import QuantizedLinear, stacked_layer
 from engine.quantized_weight import are_alike, widened
+from engine.shared_product import SHARED_INPUTS
 
 GROUPS = SHARED_INPUTS
 

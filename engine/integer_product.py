@@ -23,8 +23,12 @@ PLANE = 256
 LARGEST = 127.0 * PLANE
 """Largest 16-bit activation: its high byte, rounded, still has 7 bits and a sign."""
 
-BOTH_ZERO_POINTS = 0x8080 - 0x10000
-"""Added to 16 bits as a signed number, makes both bytes unsigned, 128 more than they were."""
+ROUNDING = torch.tensor(1.5 * 2**23 + 0x8080)
+"""Added to a float32 below 2 ** 22, leaves it rounded in the lowest bits, each byte 128 more than it was."""
+
+PLANE_BITS = torch.tensor([0, 8], dtype=torch.int32)[:, None, None]
+
+SMALLEST_STEP = torch.tensor(1e-30)
 
 
 def has_integer_products() -> bool:
@@ -51,9 +55,9 @@ class IntegerLinear(nn.Module):
         if not num_rows:
             # As the head of a step that samples nothing.
             return hidden.new_empty((*hidden.shape[:-1], self.out_features))
-        steps = rows.abs().amax(1, keepdim=True).clamp_(min=1e-30).div_(LARGEST)
-        numbers = (rows / steps).round_().to(torch.int16).add_(BOTH_ZERO_POINTS)
-        planes = numbers.view(torch.uint8).view(num_rows, -1, 2).permute(2, 0, 1).reshape(2 * num_rows, -1)
+        steps = torch.add(SMALLEST_STEP, rows.abs().amax(1, keepdim=True), alpha=1 / LARGEST)
+        numbers = torch.addcdiv(ROUNDING, rows, steps).view(torch.int32)
+        planes = (numbers >> PLANE_BITS).to(torch.uint8).view(2 * num_rows, -1)
         sums = torch.ops.onednn.qlinear_pointwise(
             planes,
             1.0,

@@ -21,11 +21,14 @@ import torch
 from torch import nn
 
 from base.errors import ConfigError
-from engine.attention import AttentionRule, attend, causal_bias, clear_unseen, gather_field
+from engine.attention import AttentionRule, DecodeGroup, attend, causal_bias, gather_field
 from engine.paged_cache import PagedCache
 
 SIGNS = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "layer_idx")
 """Attributes by which an attention module with latents is known, in all families of transformers."""
+
+Rows = dict[str, torch.Tensor]
+"""Rows that a layer keeps of each token, by the field's name: [num_tokens, heads, width], or no heads."""
 
 
 class LatentHeads(nn.Module):
@@ -58,6 +61,13 @@ class LatentHeads(nn.Module):
         """[num_heads, nope_dim + value_dim, rank]"""
         weight: Any = self.linear.weight
         return by_head(weight, self.nope_dim + self.value_dim)
+
+
+Keep = Callable[
+    [int, Rows, AttentionRule, torch.Tensor | None, LatentHeads | None],
+    tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]],
+]
+"""Writes what is kept of a layer's new tokens; returns attention of single tokens, and of chunks."""
 
 
 def by_head(weight: torch.Tensor, dim: int) -> torch.Tensor:
@@ -116,8 +126,7 @@ def latent_decode(
     query: torch.Tensor,
     heads: LatentHeads,
     layer: tuple[torch.Tensor, torch.Tensor],
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    groups: list[DecodeGroup],
     rule: AttentionRule,
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence, [num_seqs, num_heads, value_dim].
@@ -126,15 +135,17 @@ def latent_decode(
         query: [num_seqs, num_heads, nope_dim + rotary_dim]
         layer: Latents and rotary keys of one layer, each [num_blocks, block_size, 1, width], the new tokens'
             written already.
-        block_tables, context_lens, rule: as for `attention.py : paged_decode_attention`.
+        groups, rule: as for `attention.py : paged_decode_attention`.
     """
     weight = heads.weight
-    latent, rotary = (gather_field(field, block_tables) for field in layer)
-    clear_unseen((latent, rotary), context_lens)
     rows = absorbed_query(query, weight, heads.nope_dim)[:, None]
-    bias = causal_bias(latent.shape[2], context_lens.long()[:, None, None, None] - 1, rule, query.dtype)
-    mixed = attend(rows, torch.cat([latent, rotary], dim=-1), latent, bias, rule, None)
-    return values_of(mixed[:, 0], weight, heads.nope_dim)
+    mixed = rows.new_empty(len(rows), rows.shape[2], weight.shape[2])
+    for group in groups:
+        latent, rotary = (group.gathered(field) for field in layer)
+        seqs, bias = group.sequences, group.bias(rule, query.dtype)
+        key = torch.cat([latent, rotary], dim=-1)
+        mixed[seqs] = attend(rows[seqs], key, latent, bias, rule, None)[:, 0]
+    return values_of(mixed, weight, heads.nope_dim)
 
 
 def latent_prefill(
@@ -159,7 +170,7 @@ def latent_prefill(
     starts = query_starts.tolist()
     for seq, context_len in enumerate(context_lens.tolist()):
         part = slice(starts[seq], starts[seq + 1])
-        blocks = block_tables[seq : seq + 1, : -(-context_len // block_size)]
+        blocks = block_tables[seq, : -(-context_len // block_size)]
         latent, rotary = (gather_field(field, blocks)[0, 0, :context_len] for field in layer)
         key, value = expanded(latent, rotary, heads.weight, heads.nope_dim)
         query_at = torch.arange(context_len - (part.stop - part.start), context_len, device=query.device)
@@ -169,35 +180,34 @@ def latent_prefill(
     return output
 
 
-def kept_latents(
-    cache: PagedCache,
-    layer: int,
-    rows: dict[str, torch.Tensor],
-    slots: torch.Tensor,
-    rule: AttentionRule,
-    sinks: torch.Tensor | None,
-    heads: LatentHeads | None,
-) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-    """Write what is kept of a layer's new tokens; return attention of single tokens, and of chunks.
+def kept_latents(cache: PagedCache, slots: torch.Tensor) -> Keep:
+    """Return what writes a step's latents into these slots, [num_tokens] int64, layer by layer.
 
-    Raises ConfigError for a rule that latents are not attended to by."""
-    require_plain(rule, sinks)
-    fields = cache.field("latent")[:, layer], cache.field("rotary_key")[:, layer]
+    It raises ConfigError for a rule that latents are not attended to by."""
+    layers = list(zip(cache.field("latent").unbind(1), cache.field("rotary_key").unbind(1), strict=True))
     block_size = cache.layout.block_size
-    for field, numbers in zip(fields, (rows["latent"], rows["rotary_key"]), strict=True):
-        field[slots // block_size, slots % block_size, 0] = numbers
 
-    def decode(query: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-        assert heads is not None
-        return latent_decode(query, heads, fields, tables, lens, rule)
+    def keep(
+        layer: int, rows: Rows, rule: AttentionRule, sinks: torch.Tensor | None, heads: LatentHeads | None
+    ) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+        require_plain(rule, sinks)
+        fields = layers[layer]
+        for field, numbers in zip(fields, (rows["latent"], rows["rotary_key"]), strict=True):
+            field[slots // block_size, slots % block_size, 0] = numbers
 
-    def prefill(
-        query: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
-    ) -> torch.Tensor:
-        assert heads is not None
-        return latent_prefill(query, heads, fields, tables, starts, lens, rule)
+        def decode(query: torch.Tensor, groups: list[DecodeGroup]) -> torch.Tensor:
+            assert heads is not None
+            return latent_decode(query, heads, fields, groups, rule)
 
-    return decode, prefill
+        def prefill(
+            query: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
+        ) -> torch.Tensor:
+            assert heads is not None
+            return latent_prefill(query, heads, fields, tables, starts, lens, rule)
+
+        return decode, prefill
+
+    return keep
 
 
 def require_plain(rule: AttentionRule, sinks: torch.Tensor | None) -> None:

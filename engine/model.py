@@ -22,9 +22,16 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from base.errors import ConfigError
 from base.kv_layout import KvField, KvLayout
-from engine.attention import AttentionRule, paged_decode_attention, paged_prefill_attention, write_kv
+from engine.attention import (
+    AttentionRule,
+    DecodeGroup,
+    decode_groups,
+    paged_decode_attention,
+    paged_prefill_attention,
+    write_kv,
+)
 from engine.batch import Batch
-from engine.latent_attention import LatentHeads, heads_of, kept_latents, show_latents
+from engine.latent_attention import Keep, LatentHeads, Rows, heads_of, kept_latents, show_latents
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, cut_to_stage, run_stage
 from engine.pooling import HiddenStates
@@ -34,9 +41,6 @@ ATTENTION_NAME = "conductor_paged"
 """Name of our attention function in a model's configuration."""
 
 MIN_BLOCK_SIZE = 16
-
-Rows = dict[str, torch.Tensor]
-"""Rows that a layer keeps of each token, by the field's name: [num_tokens, heads, width], or no heads."""
 
 Attend = Callable[
     [int, torch.Tensor, Rows, AttentionRule, torch.Tensor | None, LatentHeads | None], torch.Tensor
@@ -50,11 +54,11 @@ makes heads of them."""
 def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
     """Return the attention of one step over the paged cache."""
     middle, views = batch.shape.num_single, batch.views
-    # Gathered whole: the tables of chunks may be longer.
-    most = int(views.single_lens.max()) if middle else 0
-    singles = views.single_tables[:, : cache.layout.num_blocks(most)], views.single_lens
+    layout = cache.layout
+    token_bytes = layout.layer_bytes // layout.block_size
+    groups = decode_groups(views.single_tables, views.single_lens, layout.block_size, token_bytes)
     chunks = views.chunk_tables, views.chunk_starts - middle, views.chunk_lens
-    kept = kept_latents if cache.has("latent") else kept_heads
+    kept = (kept_latents if cache.has("latent") else kept_heads)(cache, views.slots.long())
 
     def attend(
         layer: int,
@@ -64,10 +68,10 @@ def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
         sinks: torch.Tensor | None,
         heads: LatentHeads | None,
     ) -> torch.Tensor:
-        decode, prefill = kept(cache, layer, rows, views.slots.long(), rule, sinks, heads)
+        decode, prefill = kept(layer, rows, rule, sinks, heads)
         found = []
         if middle:
-            found.append(decode(query[:middle], *singles))
+            found.append(decode(query[:middle], groups))
         if middle < len(query):
             found.append(prefill(query[middle:], *chunks))
         return torch.cat(found) if len(found) > 1 else found[0]
@@ -75,30 +79,31 @@ def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
     return attend
 
 
-def kept_heads(
-    cache: PagedCache,
-    layer: int,
-    rows: Rows,
-    slots: torch.Tensor,
-    rule: AttentionRule,
-    sinks: torch.Tensor | None,
-    _: LatentHeads | None,
-) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-    """Write K and V of a layer's new tokens; return attention of single tokens, and of chunks."""
-    kv_cache = cache.heads()[:, layer]
-    scales = cache.field("scale")[:, layer, 0] if cache.has("scale") else None
-    write_kv(rows["key"], rows["value"], kv_cache, slots, scales)
-    dim = rows["value"].shape[-1]
+def kept_heads(cache: PagedCache, slots: torch.Tensor) -> Keep:
+    """Return what writes a step's K and V into these slots, [num_tokens] int64, layer by layer."""
+    layers = cache.heads().unbind(1)
+    scales_of_layers = cache.field("scale")[:, :, 0].unbind(1) if cache.has("scale") else None
 
-    def decode(query: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-        return paged_decode_attention(query, kv_cache, tables, lens, rule, sinks, scales)[..., :dim]
+    def keep(
+        layer: int, rows: Rows, rule: AttentionRule, sinks: torch.Tensor | None, _: LatentHeads | None
+    ) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+        kv_cache = layers[layer]
+        scales = None if scales_of_layers is None else scales_of_layers[layer]
+        write_kv(rows["key"], rows["value"], kv_cache, slots, scales)
+        dim = rows["value"].shape[-1]
 
-    def prefill(
-        query: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
-    ) -> torch.Tensor:
-        return paged_prefill_attention(query, kv_cache, tables, starts, lens, rule, sinks, scales)[..., :dim]
+        def decode(query: torch.Tensor, groups: list[DecodeGroup]) -> torch.Tensor:
+            return paged_decode_attention(query, kv_cache, groups, rule, sinks, scales)[..., :dim]
 
-    return decode, prefill
+        def prefill(
+            query: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
+        ) -> torch.Tensor:
+            chunks = tables, starts, lens
+            return paged_prefill_attention(query, kv_cache, *chunks, rule, sinks, scales)[..., :dim]
+
+        return decode, prefill
+
+    return keep
 
 
 class PagedModel:

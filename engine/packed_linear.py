@@ -9,7 +9,8 @@ all of it. SmolLM2's largest product (576 x 49,152), one thread of a 2.5 GHz Xeo
     packed, ms    12.4   12.4   16.0   18.9   45.9
 
 One row is faster plain (by a fifth in the smaller layers), so both layouts are kept: a model takes twice its
-memory, which on a CPU is cheap.
+memory, which on a CPU is cheap. Layers of one input are one product (`engine/shared_product.py`), which is
+large enough to be as fast packed for one row, and is kept packed alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.functional import linear
+
+from engine.shared_product import SHARED_INPUTS, share_product
 
 MIN_WEIGHTS = 1 << 18
 """Smaller layers lose more by the call, some 40 us, than they win."""
@@ -26,16 +29,22 @@ ROWS_HINT = 64
 
 
 class PackedLinear(nn.Module):
-    """Computes what the linear layer that it is made from computes."""
+    """Computes what the linear layer that it is made from computes.
 
-    def __init__(self, plain: nn.Linear) -> None:
+    Args:
+        weight: [out_features, in_features]
+        is_plain_kept: Whether a single row is multiplied with the weight as it is.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_plain_kept: bool = True) -> None:
         super().__init__()
-        self.weight = plain.weight
-        self.bias = plain.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), ROWS_HINT)
+        self.out_features = len(weight)
+        self.weight = weight if is_plain_kept else None
+        self.bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() == rows.shape[-1]:
+        if self.weight is not None and rows.numel() == rows.shape[-1]:
             return linear(rows, self.weight, self.bias)
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._packed, self.bias, "none", [], ""
@@ -43,12 +52,30 @@ class PackedLinear(nn.Module):
         return product
 
 
+@torch.no_grad()
 def pack_linears(model: nn.Module) -> None:
     """Replace the large linear layers of a finished float32 model on a CPU, in place."""
     if not torch._C._has_mkldnn:
         return
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for names in SHARED_INPUTS:
+            parts = [parent._modules.get(name) for name in names]
             # Exactly nn.Linear: a subclass may compute something else.
+            layers = [part for part in parts if type(part) is nn.Linear]
+            if len(layers) == len(names) and _are_alike(layers):
+                share_product(parent, names, _stacked(layers), [layer.out_features for layer in layers])
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.numel() >= MIN_WEIGHTS:
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+
+
+def _are_alike(layers: list[nn.Linear]) -> bool:
+    kinds = {(layer.in_features, layer.bias is None) for layer in layers}
+    return len(kinds) == 1 and sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS
+
+
+def _stacked(layers: list[nn.Linear]) -> PackedLinear:
+    biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    return PackedLinear(torch.cat([layer.weight for layer in layers]), bias, is_plain_kept=False)

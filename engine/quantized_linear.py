@@ -24,9 +24,7 @@ from torch.nn.functional import linear
 from base.errors import ConfigError
 from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
 from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
-
-SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names that the families of transformers give to projections of one input."""
+from engine.shared_product import SHARED_INPUTS, share_product
 
 HEAD_FORMATS = {WeightFormat.INT8: WeightFormat.INT8, WeightFormat.INT4: WeightFormat.INT8}
 """Format of the output head; without one, floats."""
@@ -135,42 +133,6 @@ def _require_linears_alone(model: nn.Module) -> None:
             )
 
 
-class SharedProduct(nn.Module):
-    """Layers of one input as one product, computed when the first of them is called with an input.
-
-    Its result is kept until each of the others has had its columns of it."""
-
-    def __init__(self, product: nn.Module, num_slices: int) -> None:
-        super().__init__()
-        self.product = product
-        self._num_slices = num_slices
-        self._hidden: torch.Tensor | None = None
-        self._output: torch.Tensor | None = None
-        self._num_left = 0
-
-    def columns(self, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Return some columns of the product of `hidden`, which nobody writes to until all are taken."""
-        if self._output is None or self._hidden is not hidden:
-            self._hidden, self._output, self._num_left = hidden, self.product(hidden), self._num_slices
-        output = self._output[..., columns]
-        self._num_left -= 1
-        if not self._num_left:
-            self._hidden = self._output = None
-        return output
-
-
-class SharedSlice(nn.Module):
-    """One of the layers that a `SharedProduct` computes."""
-
-    def __init__(self, shared: SharedProduct, start: int, end: int) -> None:
-        super().__init__()
-        self._shared = shared
-        self._columns = slice(start, end)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._shared.columns(hidden, self._columns)
-
-
 def use_cpu_products(model: nn.Module) -> None:
     """Replace every `QuantizedLinear` of a finished model by what computes it on this processor, in place."""
     for parent in list(model.modules()):
@@ -178,19 +140,12 @@ def use_cpu_products(model: nn.Module) -> None:
             parts = [parent._modules.get(name) for name in names]
             layers = [part for part in parts if type(part) is QuantizedLinear]
             if len(layers) == len(names) and are_alike([layer.quantized for layer in layers]):
-                _share(parent, names, layers)
+                product = _cpu_product(stacked_layer(layers))
+                share_product(parent, names, product, [layer.out_features for layer in layers])
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is QuantizedLinear:
                 setattr(parent, name, _cpu_product(child))
-
-
-def _share(parent: nn.Module, names: tuple[str, ...], layers: list[QuantizedLinear]) -> None:
-    product = SharedProduct(_cpu_product(stacked_layer(layers)), len(layers))
-    start = 0
-    for name, layer in zip(names, layers, strict=True):
-        setattr(parent, name, SharedSlice(product, start, start + layer.out_features))
-        start += layer.out_features
 
 
 def stacked_layer(layers: list[QuantizedLinear]) -> QuantizedLinear:

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from engine.attention import AttentionRule, paged_decode_attention, paged_prefill_attention, write_kv
+from engine import attention
+from engine.attention import (
+    AttentionRule,
+    decode_groups,
+    paged_decode_attention,
+    paged_prefill_attention,
+    write_kv,
+)
 from tests.engine.definitions import attend, gathered
 
 BLOCK_SIZE = 16
@@ -21,6 +28,12 @@ def layer_of_cache(num_kv_heads: int, head_dim: int = 8, num_blocks: int = 40) -
     return torch.randn(num_blocks, 3, 2, BLOCK_SIZE, num_kv_heads, head_dim)[:, 1]
 
 
+def decode(query, kv_cache, tables, context_lens, rule, sinks=None):
+    token_bytes = kv_cache[0, :, 0].numel() * kv_cache.element_size()
+    groups = decode_groups(tables, torch.tensor(context_lens).int(), BLOCK_SIZE, token_bytes)
+    return paged_decode_attention(query, kv_cache, groups, rule, sinks)
+
+
 def tables_for(context_lens: list[int]) -> torch.Tensor:
     width = max(-(-length // BLOCK_SIZE) for length in context_lens)
     return torch.randperm(40)[: width * len(context_lens)].view(len(context_lens), width).int()
@@ -29,12 +42,16 @@ def tables_for(context_lens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_decode_equals_its_definition(rule, num_heads, num_kv_heads, with_sinks) -> None:
+@pytest.mark.parametrize("gathered_bytes", [attention.GATHERED_BYTES, 10_000, 1])
+def test_decode_equals_its_definition(
+    rule, num_heads, num_kv_heads, with_sinks, gathered_bytes, monkeypatch
+) -> None:
+    monkeypatch.setattr(attention, "GATHERED_BYTES", gathered_bytes)
     context_lens = [1, 16, 17, 40, 64, 5]
     kv_cache, tables = layer_of_cache(num_kv_heads), tables_for(context_lens)
     query = torch.randn(len(context_lens), num_heads, 8)
     sinks = torch.randn(num_heads) if with_sinks else None
-    result = paged_decode_attention(query, kv_cache, tables, torch.tensor(context_lens).int(), rule, sinks)
+    result = decode(query, kv_cache, tables, context_lens, rule, sinks)
     for seq, length in enumerate(context_lens):
         key, value = gathered(kv_cache, tables[seq], length)
         torch.testing.assert_close(result[seq, None], attend(query[seq, None], key, value, rule, sinks))
@@ -60,13 +77,13 @@ def test_prefill_equals_its_definition(rule, num_heads, num_kv_heads, with_sinks
 
 def test_entries_past_the_last_block_do_not_matter() -> None:
     kv_cache = layer_of_cache(2)
-    query, lens = torch.randn(2, 4, 8), torch.tensor([20, 60]).int()
+    query, lens = torch.randn(2, 4, 8), [20, 60]
     tables = torch.tensor([[3, 9, 0, 0], [1, 2, 4, 5]]).int()
     other = torch.tensor([[3, 9, 8, 7], [1, 2, 4, 5]]).int()
     rule = RULES["plain"]
     torch.testing.assert_close(
-        paged_decode_attention(query, kv_cache, tables, lens, rule),
-        paged_decode_attention(query, kv_cache, other, lens, rule),
+        decode(query, kv_cache, tables, lens, rule),
+        decode(query, kv_cache, other, lens, rule),
     )
 
 
@@ -99,7 +116,7 @@ def test_what_a_sequence_does_not_see_cannot_reach_it_not_even_as_nan() -> None:
         kv_cache[tables[seq].long()] = rows.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)
     query = torch.randn(len(context_lens), 4, 8)
     lens = torch.tensor(context_lens).int()
-    decoded = paged_decode_attention(query, kv_cache, tables, lens, RULES["plain"])
+    decoded = decode(query, kv_cache, tables, context_lens, RULES["plain"])
     starts = torch.arange(len(context_lens) + 1).int()
     prefilled = paged_prefill_attention(query, kv_cache, tables, starts, lens, RULES["plain"])
     for result in (decoded, prefilled):
@@ -108,3 +125,22 @@ def test_what_a_sequence_does_not_see_cannot_reach_it_not_even_as_nan() -> None:
             torch.testing.assert_close(
                 result[seq, None], attend(query[seq, None], key, value, RULES["plain"])
             )
+
+
+@pytest.mark.parametrize(
+    ("context_lens", "expected"),
+    [
+        ([5] * 6, [(0, 6)]),
+        ([60, 40, 40, 3, 3, 3], [(0, 1), (1, 3), (3, 6)]),
+        ([200, 10, 10], [(0, 1), (1, 3)]),
+        ([10, 90, 10], [(0, 1), (1, 2), (2, 3)]),
+        ([], []),
+    ],
+)
+def test_groups_have_what_the_processors_cache_holds_padded_and_one_sequence_at_least(
+    context_lens, expected, monkeypatch
+) -> None:
+    monkeypatch.setattr(attention, "GATHERED_BYTES", 100 * 8 // torch.get_num_threads())
+    tables = torch.zeros(len(context_lens), 13, dtype=torch.int32)
+    groups = decode_groups(tables, torch.tensor(context_lens).int(), BLOCK_SIZE, token_bytes=8)
+    assert [(group.sequences.start, group.sequences.stop) for group in groups] == expected

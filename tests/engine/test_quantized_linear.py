@@ -9,8 +9,9 @@ from torch import nn
 
 from base.errors import ConfigError
 from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
-from engine.quantized_linear import QuantizedLinear, SharedSlice, quantize_linears, use_cpu_products
+from engine.quantized_linear import QuantizedLinear, quantize_linears, use_cpu_products
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
+from engine.shared_product import SharedSlice
 from engine.tensor_parallel import TensorGroup, cut_model
 from tests.engine.test_gpu_model import make_family
 

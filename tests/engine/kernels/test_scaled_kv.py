@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.attention import AttentionRule, paged_decode_attention, paged_prefill_attention
+from engine.attention import AttentionRule, decode_groups, paged_decode_attention, paged_prefill_attention
 from engine.attention import write_kv as write_kv_definition
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
@@ -86,7 +86,8 @@ def test_decode_and_chunks_read_what_was_written(block_size: int) -> None:
         numbers = clean.view(torch.uint8 if clean is cache else torch.int32)
         numbers[clean.isnan()] = 0
     singles = query[: len(LENS)]
-    expected = paged_decode_attention(singles, cache, valid, lens, RULE, scales=scales)
+    groups = decode_groups(valid, lens, block_size, token_bytes=1)
+    expected = paged_decode_attention(singles, cache, groups, RULE, scales=scales)
     output = paged_decode(singles, cache, tables, lens, RULE, scales=scales)
     assert relative_error(output, expected) < 3e-6
     starts = torch.tensor([0, *torch.tensor(LENS).cumsum(0)], dtype=torch.int32, device=DEVICE)

@@ -1,0 +1,59 @@
+"""Linear layers of one input on a CPU, computed as one product over their stacked weights.
+
+A call of a product costs some tens of microseconds beside its arithmetic, and narrow weights, as those of K
+and V, fill the processor badly. The model's own forward still calls each layer: the first call computes the
+product, and each takes its columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names that the families of transformers give to projections of one input."""
+
+
+class SharedProduct(nn.Module):
+    """Layers of one input as one product, computed when the first of them is called with an input.
+
+    Its result is kept until each of the others has had its columns of it."""
+
+    def __init__(self, product: nn.Module, num_slices: int) -> None:
+        super().__init__()
+        self.product = product
+        self._num_slices = num_slices
+        self._hidden: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._num_left = 0
+
+    def columns(self, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Return some columns of the product of `hidden`, which nobody writes to until all are taken."""
+        if self._output is None or self._hidden is not hidden:
+            self._hidden, self._output, self._num_left = hidden, self.product(hidden), self._num_slices
+        output = self._output[..., columns]
+        self._num_left -= 1
+        if not self._num_left:
+            self._hidden = self._output = None
+        return output
+
+
+class SharedSlice(nn.Module):
+    """One of the layers that a `SharedProduct` computes."""
+
+    def __init__(self, shared: SharedProduct, start: int, end: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self._columns = slice(start, end)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._shared.columns(hidden, self._columns)
+
+
+def share_product(parent: nn.Module, names: tuple[str, ...], product: nn.Module, sizes: list[int]) -> None:
+    """Put in the place of layers of one input what takes their columns, `sizes`, of `product`."""
+    shared = SharedProduct(product, len(names))
+    for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
+        setattr(parent, name, SharedSlice(shared, end - size, end))
