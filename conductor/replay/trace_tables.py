@@ -48,7 +48,10 @@ def read_table(
         ConfigError: its heads are no format's.
     """
     lines = file.lines()
-    heads = next(csv.reader([next(lines, (0, ""))[1]]), [])
+    try:
+        heads = next(csv.reader([next(lines, (0, ""))[1]]), [])
+    except csv.Error as error:
+        raise ConfigError(f"{file.path}:1: no columns: {error}") from None
     known = [each for each, table in TABLES.items() if set(table.columns) <= set(heads)]
     if not known or name not in (None, known[0]):
         wanted = f"not {name}'s" if name else "neither BurstGPT's nor Azure's"

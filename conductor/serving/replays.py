@@ -170,7 +170,8 @@ def _bound(pid: int) -> None:
 def _problem(said: bytes, status: int, trace: Path) -> str:
     """Return the last words of a command that failed, without the folder of its file."""
     lines = said.decode(errors="replace").replace(f"{trace.parent}/", "").strip().splitlines()
-    if status < 0 or not lines or "MemoryError" in lines[-1]:
+    # Without memory left not even an exception is always told to its end.
+    if status < 0 or not lines or any(each in said for each in (b"MemoryError", b"Exception ignored in")):
         return f"the replay needs more than {MEMORY_BYTES >> 30} GiB or {CPU_S} s: send less"
     return lines[-1].removeprefix("conductor replay: ").rpartition("error: ")[2][:400]
 

@@ -206,6 +206,7 @@ def test_paces_are_by_role_and_of_a_node_of_both_the_slower():
         ("{}", "1P1D", "dropped.jsonl"),
         ('{"timestamp": 1', "1P1D", "dropped.jsonl:1"),
         ("nothing\n", "1P1D", "dropped.csv"),
+        ("x" * 200_000, "1P1D", "dropped.csv:1: no columns"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [0]}', "0P1D", "1P1D|8P8D"),
     ],
 )
@@ -220,6 +221,19 @@ async def test_a_replay_past_its_processor_time_is_refused(monkeypatch):
     monkeypatch.setattr(module, "CPU_S", 1)
     with pytest.raises(InvalidRequestError, match="needs more than"):
         await replays_of().run(ROWS, ["1P1D"], ["--scale", "2000"])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"Traceback (most recent call last):\nMemoryError",
+        b"MemoryError\nException ignored in: Exception ignored in sys.unraisablehook",
+        b"Exception ignored in: Exception ignored in sys.unraisablehook",
+    ],
+)
+def test_a_replay_without_memory_left_says_what_it_needs(said, tmp_path):
+    assert module._problem(said, 1, tmp_path / "dropped.csv").startswith("the replay needs more than")
 
 
 async def test_a_replay_past_its_time_is_ended(monkeypatch):
