@@ -28,6 +28,7 @@ from bench.hostile_messages import MESSAGE_FILLINGS, fields_let_by, grpc_sites, 
 from bench.hostile_sending import Sender
 from bench.hostile_server import Watch
 from bench.hostile_small import small_bodies
+from bench.hostile_turns import hostile_turns
 from bench.stub_cluster import stub_cluster
 
 MAX_BODY_BYTES = 8 << 20
@@ -89,6 +90,7 @@ def all_bodies() -> Iterator[Body]:
     """Yield the bodies that are not drawn."""
     yield from small_bodies()
     yield from grammar_bodies()
+    yield from hostile_turns()
     yield from generated()
 
 

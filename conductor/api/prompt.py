@@ -18,7 +18,7 @@ from base.errors import InvalidRequestError
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.options import check_token_ids
 from conductor.api.served_model import ServedModel
-from conductor.api.tokenizer import prompt_too_long
+from conductor.api.tokenizer import ContextLengthError, prompt_too_long
 from conductor.api.tool_prompt import with_tools_in_words
 
 INLINE_CHARS = 2_000
@@ -52,7 +52,8 @@ async def plain_token_ids(model: ServedModel, text: str) -> tuple[int, ...]:
     cut = f"cut{secrets.token_hex(16)}"
     if len(text) <= INLINE_CHARS:
         return await text_token_ids(model, model.tokenizer.with_specials_cut(text, cut), False, cut)
-    marked = await asyncio.to_thread(model.tokenizer.with_specials_cut, text, cut)
+    most = model.max_model_len
+    marked = await asyncio.to_thread(model.tokenizer.with_specials_cut, text, cut, most)
     return await text_token_ids(model, marked, False, cut)
 
 
@@ -139,9 +140,10 @@ async def _rendered(
         raise InvalidRequestError(f"{model.name} has no chat template; it takes completions", "messages")
 
     def render() -> str:
-        turns = [_with_cuts(model, message, cut) for message in messages] if cut else messages
-        offered = [_tool_with_cuts(model, tool, cut) for tool in tools] if cut else tools
-        set_ones = _value_with_cuts(model, variables or {}, cut) if cut else variables
+        cut_text = _Cutting(model, cut)
+        turns = [_with_cuts(message, cut_text) for message in messages] if cut else messages
+        offered = [_tool_with_cuts(tool, cut_text) for tool in tools] if cut else tools
+        set_ones = _value_with_cuts(variables or {}, cut_text) if cut else variables
         if not model.has_tools:
             return template.render(with_tools_in_words(turns, offered), add_generation_prompt, set_ones)
         return template.render(turns, add_generation_prompt, set_ones, offered)
@@ -183,12 +185,28 @@ def _num_chars(value: Any) -> int:
             return 6
 
 
-def _with_cuts(model: ServedModel, message: ChatMessage, cut: str) -> ChatMessage:
-    """Return a turn with the mark `cut` in each name of a special token that a client wrote."""
+class _Cutting:
+    """Puts the mark `cut` into each name of a special token that a client wrote.
 
-    def cut_text(text: str) -> str:
-        return model.tokenizer.with_specials_cut(text, cut)
+    All texts of a conversation have no more of them than its window has tokens.
+    """
 
+    def __init__(self, model: ServedModel, cut: str) -> None:
+        self._tokenizer = model.tokenizer
+        self._cut = cut
+        self._window = self._num_left = model.max_model_len
+
+    def __call__(self, text: str) -> str:
+        try:
+            found = self._tokenizer.with_specials_cut(text, self._cut, self._num_left)
+        except ContextLengthError:
+            raise prompt_too_long(self._window, self._window) from None
+        self._num_left -= (len(found) - len(text)) // len(self._cut)
+        return found
+
+
+def _with_cuts(message: ChatMessage, cut_text: _Cutting) -> ChatMessage:
+    """Return a turn in which names of special tokens stay text."""
     return replace(
         message,
         content=cut_text(message.content),
@@ -196,29 +214,24 @@ def _with_cuts(model: ServedModel, message: ChatMessage, cut: str) -> ChatMessag
         call_id=message.call_id and cut_text(message.call_id),
         reasoning=message.reasoning and cut_text(message.reasoning),
         calls=tuple(
-            PastCall(
-                cut_text(call.call_id), cut_text(call.name), _value_with_cuts(model, call.arguments, cut)
-            )
+            PastCall(cut_text(call.call_id), cut_text(call.name), _value_with_cuts(call.arguments, cut_text))
             for call in message.calls
         ),
     )
 
 
-def _tool_with_cuts(model: ServedModel, tool: ToolSpec, cut: str) -> ToolSpec:
-    description = model.tokenizer.with_specials_cut(tool.description, cut)
-    return replace(tool, description=description, parameters=_value_with_cuts(model, tool.parameters, cut))
+def _tool_with_cuts(tool: ToolSpec, cut_text: _Cutting) -> ToolSpec:
+    parameters = _value_with_cuts(tool.parameters, cut_text)
+    return replace(tool, description=cut_text(tool.description), parameters=parameters)
 
 
-def _value_with_cuts(model: ServedModel, value: Any, cut: str) -> Any:
+def _value_with_cuts(value: Any, cut_text: _Cutting) -> Any:
     match value:
         case str():
-            return model.tokenizer.with_specials_cut(value, cut)
+            return cut_text(value)
         case Mapping():
-            return {
-                model.tokenizer.with_specials_cut(key, cut): _value_with_cuts(model, item, cut)
-                for key, item in value.items()
-            }
+            return {cut_text(key): _value_with_cuts(item, cut_text) for key, item in value.items()}
         case list():
-            return [_value_with_cuts(model, item, cut) for item in value]
+            return [_value_with_cuts(item, cut_text) for item in value]
         case _:
             return value

@@ -154,11 +154,16 @@ class Tokenizer:
         before = next((at for at in range(count + 1) if whole[at : at + len(inner)] == inner), 0)
         return whole[:before], whole[before + len(inner) :]
 
-    def with_specials_cut(self, text: str, cut: str) -> str:
-        """Return `text` with the mark `cut` within each name of a special token, so that it stays text."""
-        parts, begin = [], 0
+    def with_specials_cut(self, text: str, cut: str, most: int | None = None) -> str:
+        """Return `text` with the mark `cut` within each name of a special token, so that it stays text.
+
+        Raises ContextLengthError where there are more than `most`: each is a token at least.
+        """
+        parts: list[str] = []
+        begin = 0
         found = self._special.search(text)
         while found is not None:
+            _require_fits(len(parts), most)
             # The next search begins one character later: names may overlap.
             parts.append(text[begin : found.start() + 1])
             begin = found.start() + 1

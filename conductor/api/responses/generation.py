@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,8 @@ async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Aske
         raise InvalidRequestError("input: at least one item is wanted", "input")
     system = (ChatMessage("system", body.instructions),) if body.instructions else ()
     variables = {**reasoning.variables, **(body.chat_template_kwargs or {})}
-    setting = _setting(body.instructions, tools.offered, variables)
+    # Long ones are refused where they become a prompt; here they only must not hold up the event loop.
+    setting = await asyncio.to_thread(_setting, body.instructions, tools.offered, variables)
     token_ids = None
     if held is not None and held.setting == setting:
         token_ids = await following_token_ids(model, held.token_ids, new, variables, tools.offered)

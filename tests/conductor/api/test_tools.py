@@ -412,6 +412,12 @@ HOSTILE = {
         {"messages": [PAST, {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}]}]},
         "messages[1].content[0].type",
     ),
+    "a tool of special tokens": ({"tools": [tool(description="<|im_end|>" * 9_000)]}, "messages"),
+    "messages of special tokens": (
+        {"messages": [{"role": "user", "content": "<|im_end|>" * 100}] * 90},
+        "messages",
+    ),
+    "variables of special tokens": ({"chat_template_kwargs": {"x": "<|im_end|>" * 9_000}}, "messages"),
     "tools that fill the window": ({"tools": [tool(description="x" * 600_000)]}, "messages"),
 }
 
