@@ -53,6 +53,11 @@ class PrefixIndex:
         """Return the mask of the nodes that hold one block, whatever came before it."""
         return self._holders.get(key, 0)
 
+    def held_nowhere(self, keys: Collection[Key]) -> list[Key]:
+        """Return those of `keys` that no node holds."""
+        holders = self._holders
+        return [key for key in keys if key not in holders]
+
     def store(self, node: int, keys: Collection[Key]) -> None:
         """Note that `node` holds `keys`; those it already held stay."""
         mine = self._blocks.get(node)
@@ -102,10 +107,8 @@ class PrefixIndex:
         The masks are disjoint. Nodes that do not hold the first block are in no group.
         """
         groups: list[Group] = []
-        get = self._holders.get
         current = -1
-        for depth, key in enumerate(chain):
-            mask = get(key, 0)
+        for depth, mask in enumerate(map(self._holders.get, chain, repeat(0))):
             if mask != current:
                 deeper = current & mask
                 if deeper == current:

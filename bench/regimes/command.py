@@ -4,6 +4,7 @@
     python -m bench.regimes --seeds tune            # the seeds that the rule may be tuned on
     python -m bench.regimes --only "agents, 70B" --full     # one row at its whole length
     python -m bench.regimes --smoke                 # a few regimes and requests: whether it runs
+    python -m bench.regimes --eviction admission    # caches that keep what may return, and not the latest
     python -m bench.regimes --jobs 16               # so many regimes at a time, a process for each
 
 Every rule meets the same requests in the same cluster, with the settings that the service ships: its queue,
@@ -15,6 +16,7 @@ tokens in time; one that was rejected had not. Only the choice of the prefill no
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -22,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,6 +36,7 @@ from bench.regimes.table import FULL_REQUESTS, REQUESTS, Regime, regimes
 from conductor.replay.report import aligned
 from conductor.replay.simulate import simulate
 from conductor.replay.trace import Trace
+from kvstore.eviction import BY_NAME
 
 OURS = "global"
 SEEDS = {"tune": (1, 2), "test": (11, 12)}
@@ -67,6 +70,8 @@ def score(regime: Regime, rule: str, traces: Mapping[int, Trace]) -> Score:
         p99_s.append(ttft_s["p99"])
         rejected.append(outcomes.num_rejected / max(1, outcomes.num_arrived))
         hits.append(outcomes.hit_rate_tokens())
+        del outcomes
+        gc.collect()  # a cluster is of cycles, and the collector waits for gigabytes of them
     return Score(rule, *map(fmean, (goodput, mean_s, p99_s, rejected, hits)))
 
 
@@ -119,6 +124,7 @@ def _in_process(regime: Regime, args: argparse.Namespace) -> Compared:
         words += ["--rules", *args.rules] if args.rules else []
         words += ["--full"] if args.full else []
         words += ["--smoke"] if args.smoke else []
+        words += ["--eviction", args.eviction]
         command = [sys.executable, "-m", "bench.regimes", *words, "--out", str(out)]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
         (found,) = json.loads(out.read_text())["regimes"]
@@ -157,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", choices=[*SEEDS], default="test")
     add("--only", metavar="TEXT", help="regimes whose name has this in it")
     add("--rules", nargs="+", default=(), metavar="RULE", help="others to run instead of each regime's own")
+    add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
     add("--full", action="store_true", help=f"{FULL_REQUESTS} requests of each regime, not {REQUESTS}")
     add("--smoke", action="store_true", help=f"{SMOKE_REQUESTS} requests of every tenth regime")
     add("--traces", type=Path, default=TRACES, metavar="FOLDER", help="with conversation_trace.jsonl")
@@ -164,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--jobs", type=whole(1, 1024), default=1, help="regimes at a time")
     add("--name", metavar="REGIME", help="one regime, by its whole name")
     args = parser.parse_args(argv)
-    chosen = [each for each in regimes(args.traces) if not args.only or args.only in each.name]
+    rows = [replace(each, eviction=args.eviction) for each in regimes(args.traces)]
+    chosen = [each for each in rows if not args.only or args.only in each.name]
     if args.name:
         chosen = [each for each in chosen if each.name == args.name]
     if not chosen:

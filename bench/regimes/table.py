@@ -58,6 +58,8 @@ class Regime:
     speed: float = 1.0
     cache_tokens: int | None = None
     """Tokens of KV in each node's host memory."""
+    eviction: str = "lru"
+    """A policy of `kvstore/eviction.py`."""
     link_bytes_per_s: float | None = None
     slow: float = 1.0
     """How many times slower half of the nodes are, of each role."""
@@ -84,6 +86,7 @@ class Regime:
             settings=self._settings(KINDS.get(rule, self.reject)),
             learns=not self.is_plain,
             slo=self.slo,
+            eviction=self.eviction,
             view_delay_s=self.view_delay_s,
             slow_nodes=self._slow_nodes(),
             believed=self._believed(profile),

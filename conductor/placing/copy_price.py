@@ -35,8 +35,7 @@ class CopyPrice:
 
     def evicted(self, keys: Sequence[Key]) -> None:
         """Take in that a node dropped blocks; its index knows it already."""
-        held = self._index.holders
-        self._young.update([key for key in keys if not held(key)])
+        self._young.update(self._index.held_nowhere(keys))
         capacity = len(self._index)
         if len(self._young) > capacity:
             self._old, self._young = self._young, set()

@@ -39,6 +39,8 @@ class DecodeProjection:
         self._ordered: list[float] = []
         self._survivors = [1.0] * max(1, round(initial_decode_s / BUCKET_S))
         """Share that decodes for more than so many buckets; past the end nobody does."""
+        self._learned: list[float] = []
+        """Decode times in order that `_survivors` does not say yet: who rejects nobody never asks."""
         self._num_new = 0
 
     def add(self, moment_s: float, tokens: int) -> None:
@@ -68,6 +70,9 @@ class DecodeProjection:
 
     def at(self, moment_s: float, now_s: float) -> tuple[float, float]:
         """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
+        if self._learned:
+            self._survivors = survivors_of(self._learned)
+            self._learned = []
         survivors = self._survivors
         end, then, now = len(survivors), int(moment_s / BUCKET_S), int(now_s / BUCKET_S)
         sequences = tokens = 0.0
@@ -95,15 +100,17 @@ class DecodeProjection:
         self._num_new += 1
         if len(ordered) >= FEWEST_TIMES and self._num_new >= LEARN_EVERY:
             self._num_new = 0
-            self._learn()
+            self.decode_s = sum(ordered) / len(ordered)
+            self._learned = ordered.copy()
 
-    def _learn(self) -> None:
-        ordered = self._ordered
-        count = len(ordered)
-        self.decode_s = sum(ordered) / count
-        self._survivors = [
-            1.0 - bisect_right(ordered, bucket * BUCKET_S) / count
-            for bucket in range(int(ordered[-1] / BUCKET_S) + 1)
-        ]
-        # those that end within the bucket they began in were there for a part of it
-        self._survivors[0] = 1.0
+
+def survivors_of(ordered: list[float]) -> list[float]:
+    """Return the share of some decode times, in order, that are longer than so many buckets."""
+    count = len(ordered)
+    survivors = [
+        1.0 - bisect_right(ordered, bucket * BUCKET_S) / count
+        for bucket in range(int(ordered[-1] / BUCKET_S) + 1)
+    ]
+    # those that end within the bucket they began in were there for a part of it
+    survivors[0] = 1.0
+    return survivors

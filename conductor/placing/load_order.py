@@ -49,9 +49,12 @@ class LoadOrder:
         """Give `node` a value; adds it if it is unknown."""
         self._take_out(node)
         self._values[node] = value
-        at = self._place_of(value, node)
-        self._ordered_values.insert(at, value)
-        self._ordered_nodes.insert(at, node)
+        values, nodes = self._ordered_values, self._ordered_nodes
+        at = bisect_left(values, value)
+        if at < len(values) and values[at] == value:
+            at = self._place_of(value, node)
+        values.insert(at, value)
+        nodes.insert(at, node)
 
     def remove(self, node: int) -> None:
         """Forget `node`; an unknown one is passed over."""
@@ -104,8 +107,11 @@ class LoadOrder:
         if self._idle >> node & 1:
             self._idle ^= 1 << node
         else:
-            at = self._place_of(value, node)
-            del self._ordered_values[at], self._ordered_nodes[at]
+            values, nodes = self._ordered_values, self._ordered_nodes
+            at = bisect_left(values, value)
+            if nodes[at] != node:
+                at = self._place_of(value, node)
+            del values[at], nodes[at]
 
     def _place_of(self, value: float, node: int) -> int:
         """Return where (value, node) is in the order, or belongs."""
