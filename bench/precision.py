@@ -1,9 +1,10 @@
 """`python -m bench.precision`: what fewer bits change in the answers of a real small model, on a CPU.
 
-Weights of each format, and KV of 8 bits, are held against float32. Perplexity is that of prose from this
-repository's documents, which no weight was fitted to. Each prompt is answered greedily, freely, which shows
-how many tokens go by until another one is chosen, and along the float model's answer, which shows how likely
-each of its tokens is still. All goes through the paged cache, by the code that serves.
+Weights of each format, and KV of 8 bits, are held against float32. Perplexity is that of `precision.txt`,
+prose that no weight was fitted to; it stays as it is, so that figures of different commits compare. Each
+prompt is answered greedily, freely, which shows how many tokens go by until another one is chosen, and along
+the float model's answer, which shows how likely each of its tokens is still. All goes through the paged
+cache, by the code that serves.
 
 The smallest model that an index of packages carries is published in 4 bits itself, in groups of 32 inputs.
 Groups of ours that coincide with those would find its very levels again, which says nothing of a float
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -47,10 +47,7 @@ BLOCK_SIZE = 64
 WINDOW = 512
 """Tokens of the text that see each other."""
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "DESIGN.md", "RELIABILITY.md", "SECURITY.md", "docs/*/*.md")
-MIN_PARAGRAPH = 120
-"""Characters; what is shorter is a heading, or leads to a list."""
+TEXT = Path(__file__).with_name("precision.txt")
 
 SUBJECTS = (
     "the sea",
@@ -67,22 +64,6 @@ FORMS = (
     "A letter to a friend about {}:\n\nDear Anna,",
 )
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def prose(root: Path = ROOT) -> str:
-    """Return the paragraphs of the documents, without tables, lists, code and marks."""
-    found = []
-    for pattern in DOCUMENTS:
-        for file in sorted(root.glob(pattern)):
-            text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
-            for part in text.split("\n\n"):
-                lines = part.strip().splitlines()
-                if any(re.match(r"[|#*!<>:-]|    |\d+\.", line) for line in lines):
-                    continue
-                plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(lines)).replace("`", "")
-                if len(plain) >= MIN_PARAGRAPH:
-                    found.append(plain.replace("**", ""))
-    return "\n\n".join(found)
 
 
 def prompts_for(tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -266,7 +247,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(prepare(options.model, Path("~/.cache/conductor-cluster"), print).path)
     tokenizer = Tokenizer.load(folder)
-    text = list(tokenizer.encode_text(prose()))[: options.text_tokens]
+    text = list(tokenizer.encode_text(TEXT.read_text()))[: options.text_tokens]
     work = Work(text, prompts_for(tokenizer, options.prompts), options.tokens)
     rows = []
     with torch.inference_mode():

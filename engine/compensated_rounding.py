@@ -24,7 +24,9 @@ SHRINKAGE = 0.2
 Of SmolLM2 with 4 bits and 1,536 tokens the divergence is 0.080, and 0.096 without."""
 
 NOISE = {WeightFormat.FP8: 6.5e-4}
-"""Mean square of what rounding an input to a level changes, as a share of the input's."""
+"""Mean square of what rounding an input to a level changes, as a share of the input's.
+
+Of SmolLM2 with 8-bit floats the perplexity is 1.005 times that of floats, and 1.011 without."""
 
 SPAN = 8
 """Inputs that are rounded at once; what their errors do to each other is not compensated."""
