@@ -328,16 +328,13 @@ class SchedulerConfig:
     """Whether a prefix may be loaded from another node."""
     kvcache_balancing_threshold: float = 0.0
     """Load where best match / own match is at least this; 0: the cost model decides."""
-    decode_prefills: bool = False
-    """Whether a decode node computes a prompt itself where that is predicted to be sooner. Its steps take no
-    more of it than those who decode there can bear."""
+    roles: str = "follow"
+    """Whether roles follow the load: follow, or fixed. Under `follow` a pool is what its nodes prefer: each
+    does the other's work where that is predicted to be better, and may change."""
     ttft_headroom: float = 0.85
     """A prediction within so much of a TTFT bound is taken to keep it."""
     ahead_s: float = 0.5
     """Queued on a prefill node at most before requests wait at the conductor, where they are ordered."""
-    change_roles: bool = False
-    """Whether a node may change from prefill to decode and back, by the load of both pools. Load is
-    measured by the bounds of the slo section, which must be set then."""
     step_budgets: bool = True
     """Whether steps take as many tokens of prompts as those who decode in them can bear. false:
     `chunk_tokens`, whatever they bear, to compare with."""
@@ -355,10 +352,11 @@ class SchedulerConfig:
         known = ("none", "late", "early", "predict")
         require(self.reject in known, "reject", f"one of {', '.join(known)}")
         require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
+        require(self.roles in ("follow", "fixed"), "roles", "follow or fixed")
         require(
-            self.step_budgets or not self.decode_prefills,
-            "decode_prefills",
-            "false, or step_budgets true, by which those who decode have their tokens in time",
+            self.step_budgets or self.roles == "fixed",
+            "roles",
+            "fixed, or step_budgets true, by which those who decode have their tokens in time",
         )
         require(0 < self.ttft_headroom <= 1, "ttft_headroom", "above 0, at most 1")
         require(self.ahead_s >= 0, "ahead_s", "not negative")
@@ -401,12 +399,6 @@ class ClusterConfig:
         require(is_name or not self.name, "name", "a letter, then letters, digits, - and _, 40 at most")
         require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
         self._require_hosts()
-        bounded = self.slo.ttft_s > 0 and self.slo.tbt_s > 0
-        require(
-            bounded or not self.scheduler.change_roles,
-            "scheduler.change_roles",
-            "false, or slo.ttft_s and slo.tbt_s set, by which load is measured",
-        )
         require(
             self.nodes.tls.is_set == self.server.tls.is_set,
             "nodes.tls.cert",

@@ -109,10 +109,9 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """How a node is to serve from now on."""
+    """An order which roles to prefer from now on."""
 
     roles: frozenset[Role]
-    is_draining: bool
     fence: int
     """The fence of the node's last heartbeat; an order under another one is void."""
 

@@ -101,7 +101,7 @@ async def load(address: str, count: int, rate: float, seed: int, outputs: range)
 def stub_run(log: Path, count: int, rate: float, seed: int) -> None:
     """Serve a load by stub nodes, and leave its decision log."""
     # a stub lends nothing
-    scheduler = SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S, fetch=False)
+    scheduler = SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S, fetch=False, roles="fixed")
     with stub_cluster(slow_profile(), NODES, NODES, scheduler=scheduler) as cluster:
         while len(read_json(f"127.0.0.1:{cluster.http_port}", "/status")["nodes"]) < 2 * NODES:
             time.sleep(0.1)
@@ -117,7 +117,7 @@ def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
         server=ServerConfig(http_port=0, grpc_port=0),
         prefill=pool,
         decode=pool,
-        scheduler=SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S),
+        scheduler=SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S, roles="fixed"),
         trace_out=str(timelines_of(log)),
     )
     # A new one each time: a supervisor would go on with the configuration of the round before.

@@ -248,7 +248,7 @@ def main() -> None:
         "model": options.model,
         **load,
         "has_budgets": True,
-        "decode_prefills": options.decode_prefills,
+        "follows_load": options.follow_roles,
         **about(options.commit),
     }
     told["bounds"] = [bound(pair) for pair in options.bounds]

@@ -67,7 +67,7 @@ def shape_of(told: dict[str, Any], name: str) -> Shape:
 
 
 def replayed(
-    shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None, decode_prefills: bool = False
+    shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None, follows_load: bool = False
 ) -> Outcomes:
     """Simulate a load. `slo`: what each request names."""
     options = ClusterOptions(
@@ -80,8 +80,8 @@ def replayed(
     )
     if slo is not None:
         options = replace(options, slo=slo, settings=SchedulerSettings())
-    if decode_prefills:
-        options = replace(options, settings=replace(options.settings, decode_prefills=True))
+    if follows_load:
+        options = replace(options, settings=replace(options.settings, roles_follow=True))
     return simulate(Plan(trace, CostModel(profile), options)).outcomes
 
 
@@ -97,7 +97,7 @@ def compared(
         trace_of(told, tried["rate"], num_requests, trace),
         profile,
         slo,
-        told.get("decode_prefills", False),
+        told.get("follows_load", False),
     )
     ttft_ms = sorted(1e3 * value for value in outcomes.ttft_s)
     tpot_ms = sorted(1e3 * value for value in outcomes.mean_tbt_s)

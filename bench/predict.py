@@ -131,7 +131,7 @@ def measure(count: int, rate: float) -> dict[str, Any]:
             server=ServerConfig(http_port=0, grpc_port=0),
             prefill=PoolConfig(engine=engine),
             decode=PoolConfig(engine=engine),
-            scheduler=SchedulerConfig(decision_log=str(log)),
+            scheduler=SchedulerConfig(roles="fixed", decision_log=str(log)),
         )
         with local_cluster(config, model, Path(folder)) as cluster:
             wait_for_nodes(cluster)

@@ -111,7 +111,8 @@ class Limits:
     kv_cache_gib: float = 0.0
     """0: what is free."""
     layer_groups: int = 1
-    decode_prefills: bool = False
+    follows_load: bool = False
+    """Whether roles follow the load: then nodes of both pools are alike."""
     ahead_s: float = 0.5
     stages: int = 1
     """Of each prefill node."""
@@ -135,12 +136,14 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
     """Return the configuration of a cluster. `model`: as for `model_config`."""
     gpus = 0 if limits.shared_gpu else 1
     prompts_only = PREFILL_BATCH if shape.decode else limits.max_batch
+    if limits.follows_load:
+        prompts_only = limits.max_batch
     computing = replace(limits.engine(shape.chunk_tokens, prompts_only), pipeline_parallel=limits.stages)
     return ClusterConfig(
         profile=PROFILES[model],
         server=ServerConfig(http_port=0, grpc_port=0),
         scheduler=SchedulerConfig(
-            decode_prefills=limits.decode_prefills and shape.has_budgets,
+            roles="follow" if limits.follows_load and shape.has_budgets else "fixed",
             ahead_s=limits.ahead_s,
             step_budgets=shape.has_budgets,
         ),
@@ -153,7 +156,7 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
         decode=PoolConfig(
             nodes=shape.decode,
             gpus_per_node=gpus,
-            engine=limits.engine(DECODE_CHUNK, limits.max_batch),
+            engine=computing if limits.follows_load else limits.engine(DECODE_CHUNK, limits.max_batch),
         ),
     )
 
@@ -171,7 +174,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
     add("--max-batch", type=int, default=64)
     add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
-    add("--decode-prefills", action="store_true", help="decode nodes compute prompts where that is sooner")
+    add("--follow-roles", action="store_true", help="nodes do either role's work, as the load wants it")
     add("--stages", type=int, default=1, help="of each prefill node, a pipeline with a GPU for each")
     add("--ahead-s", type=float, default=0.5, help="of work that a node is given before it asks for more")
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
@@ -197,7 +200,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         max_model_len=options.max_model_len,
         kv_cache_gib=options.kv_cache_gib,
         layer_groups=options.layer_groups,
-        decode_prefills=options.decode_prefills,
+        follows_load=options.follow_roles,
         ahead_s=options.ahead_s,
         stages=options.stages,
         shared_gpu=options.shared_gpu,

@@ -2,11 +2,12 @@
 
 Two GPUs of one profile serve each load at rising rates, and goodput is the rate at which 90 % of all requests
 are within 2 s and a bound on TPOT: two nodes of both roles, with budgets and with whole chunks of any length;
-and one prefill node and one decode node. Arrivals are one Poisson sequence, stretched to each rate, so that
-more requests a second are never an easier sequence. `--out` keeps all of it, and what the file has of other
-loads.
+and one prefill node and one decode node, whose roles follow the load or are fixed. Sixteen serve the
+conversation trace. Of the burst it is the share that was served. Arrivals are one Poisson sequence, stretched
+to each rate, so that more requests a second are never an easier sequence. `--out` keeps all of it, and what
+the file has of other loads and shapes.
 
-Of a run no more is kept than what is said of it, so that a bench takes as much memory as its longest run.
+Of a run no more is kept than what is said of it, so that it takes as much memory as its longest run.
 
     python -m bench.step_budgets --out bench/results/step_budgets.json
 """
@@ -52,7 +53,7 @@ MOST = 256.0
 """No load is driven so many times faster than it begins: it would come all at once."""
 SHAPES = ("1p1d", "2c", "2c@512", "2c@1024", "2c@2048", "2c@8192", "1p1d@8192")
 """Those without a chunk have budgets, and no setting of theirs is changed for any load or bound. The first
-one's decode node computes prompts too, where that is sooner; in `1p1d@8192` the prefill node alone does."""
+one's roles follow the load; those of `1p1d@8192` are fixed."""
 SPLITS = (
     "8p8d",
     "16c",
@@ -65,6 +66,8 @@ SPLITS = (
     "12p4d@8192",
 )
 """The same of sixteen nodes."""
+FOLLOWING = (SHAPES[0], SPLITS[0])
+"""Those whose roles follow the load, each with any load."""
 LONGEST_CHUNK = 8192
 
 Load = Callable[[float], Trace]
@@ -153,12 +156,12 @@ def run(
 ) -> Outcomes:
     """Serve a trace on the nodes of a shape; each request names its bounds."""
     has_chunk = "@" in shape.name
-    decode_prefills = bool(shape.decode) and not has_chunk
+    roles_follow = bool(shape.decode) and not has_chunk
     options = ClusterOptions(
         shape.prefill,
         shape.decode,
         trace.block_size,
-        settings=SchedulerSettings(reject, decode_prefills=decode_prefills),
+        settings=SchedulerSettings(reject, roles_follow=roles_follow),
         chunk_tokens=shape.chunk_tokens if has_chunk else LONGEST_CHUNK,
         step_budgets=shape.has_budgets,
         slo=Slo(TTFT_S, bound_s),
@@ -235,11 +238,14 @@ def _row(name: str, shape: Shape, bound_s: float, rate: float, found: Found) -> 
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each load and bound the first shape's goodput, the best without budgets, and their ratio."""
+    """Return for each load and bound the goodput where roles follow, the best fixed one, and their ratio."""
     found = []
     for load, bound_s in dict.fromkeys((row["load"], row["bound_s"]) for row in rows):
         these = [row for row in rows if (row["load"], row["bound_s"]) == (load, bound_s)]
-        ours, others = these[0], [row for row in these if "@" in row["shape"]]
+        ours = next((row for row in these if row["shape"] in FOLLOWING), None)
+        others = [row for row in these if "@" in row["shape"]]
+        if ours is None or not others:
+            continue
         best = max(others, key=lambda row: row["rate"])
         found.append(
             {
@@ -273,9 +279,9 @@ def main() -> None:
     if options.out and options.out.exists():
         rows = json.loads(options.out.read_text())["rows"]
     for name in options.loads.split(","):
-        rows = [row for row in rows if row["load"] != name]
-        shapes = options.shapes or ",".join(SPLITS if name == "conversation" else SHAPES)
-        for row in _rows_of_load(name, tuple(shapes.split(",")), cost, options):
+        shapes = tuple((options.shapes or ",".join(SPLITS if name == "conversation" else SHAPES)).split(","))
+        rows = [row for row in rows if row["load"] != name or row["shape"] not in shapes]
+        for row in _rows_of_load(name, shapes, cost, options):
             rows.append(row)
             print(
                 f"{row['load']:14} {row['shape']:10} {1e3 * row['bound_s']:4.0f} ms: {row['rate']:6.2f}/s "

@@ -101,7 +101,7 @@ def stub_cluster(
             nodes=NodesConfig(tls=tls or TlsConfig()),
             prefill=pool,
             decode=pool,
-            scheduler=replace(scheduler or SchedulerConfig(), role_wait_s=NODES_WAIT_S),
+            scheduler=replace(scheduler or SchedulerConfig(roles="fixed"), role_wait_s=NODES_WAIT_S),
         )
         config_path.write_text(json.dumps(asdict(conductor_process(cluster, model))))
         conductor = _started(module, "--config", str(config_path))

@@ -92,7 +92,6 @@ class StubNode:
         self._next_event = 1
         self._beats = 0
         self._roles: frozenset[Role] = frozenset()
-        self._is_draining = False
         self._reserved: dict[RequestId, Work] = {}
         self._prompts: deque[_Prompt] = deque()
         self._running: dict[RequestId, _Running] = {}
@@ -124,8 +123,8 @@ class StubNode:
                 case Release(request_id):
                     self._reserved.pop(request_id, None)
                     self._running.pop(request_id, None)
-                case Serve(roles, is_draining):
-                    self._roles, self._is_draining = roles, is_draining
+                case Serve(roles):
+                    self._roles = roles
                 case Lend():
                     self.send(self._lent(item))
 
@@ -145,7 +144,6 @@ class StubNode:
                 len(prompt.work.token_ids) - self._matched(prompt) for prompt in self._prompts
             ),
             num_context_tokens=sum(running.context_tokens for running in self._running.values()),
-            is_draining=self._is_draining,
             roles=self._roles,
             fence=1,
             next_kv_event=self._next_event,

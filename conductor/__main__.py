@@ -34,7 +34,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.explain import Decisions
 from conductor.placing.prefill_policies import scheduler_settings
-from conductor.placing.roles import RoleController, RoleSettings
+from conductor.placing.roles import RoleController
 from conductor.profile_file import load_profile
 from conductor.replay.arguments import service_arguments
 from conductor.serving.attach import AttachService
@@ -49,7 +49,7 @@ from conductor.serving.page_data import PageData, PageSettings
 from conductor.serving.prometheus_history import PrometheusHistory
 from conductor.serving.replays import Replays, paces_of
 from conductor.serving.request_spans import RequestSpans
-from conductor.serving.role_changes import change_roles
+from conductor.serving.role_changes import follow_load
 from conductor.serving.status import export_gauges, status
 from conductor.serving.traffic import Traffic
 
@@ -106,8 +106,9 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
         )
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(history.keep(dispatcher))]
-            if roles := _role_changes(config, cost):
-                beside.append(tasks.create_task(change_roles(roles, view, membership, dispatcher, clock)))
+            if settings.roles_follow:
+                following = follow_load(RoleController(cost), view, membership, dispatcher, clock)
+                beside.append(tasks.create_task(following))
             await lifetime.stopped()
             for task in beside:
                 task.cancel()
@@ -123,12 +124,6 @@ def _replay_arguments(config: ConductorProcess) -> list[str]:
     return service_arguments(
         ClusterConfig(profile=config.profile, scheduler=config.scheduler, slo=config.slo)
     )
-
-
-def _role_changes(config: ConductorProcess, cost: CostModel) -> RoleController | None:
-    if not config.scheduler.change_roles:
-        return None
-    return RoleController(cost, RoleSettings(config.slo.ttft_s, config.slo.tbt_s))
 
 
 def _decision_log(config: ConductorProcess, shared: Shared) -> DecisionLog | None:

@@ -179,8 +179,9 @@ def _require_judgeable(cluster: ClusterConfig) -> None:
 
 def _advice(cluster: ClusterConfig, address: str, bounds: Bounds, last_s: float) -> dict[str, Any] | None:
     """Print what each candidate would have served; return what to ask the cluster for, None for nothing."""
-    roles = [node["roles"] for node in read_json(address, "/status")["nodes"]]
-    now = Sizes(roles.count(["prefill"]), roles.count(["decode"]))
+    # of a node's pool says its name: its role follows the load
+    pools = [node["id"].rpartition("-")[0] for node in read_json(address, "/status")["nodes"]]
+    now = Sizes(pools.count("prefill"), pools.count("decode"))
     if min(now.prefill, now.decode) < 1:
         raise ConfigError("there are not both prefill and decode nodes: nothing can be moved between them")
     with tempfile.TemporaryDirectory() as folder:

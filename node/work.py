@@ -46,8 +46,6 @@ class Control:
 
     def __init__(self, roles: frozenset[Role]) -> None:
         self.roles = roles
-        self.is_draining = False
-        """Whether a conductor ordered the node to drain; the order ends with that conductor's control."""
         self._attached: list[int] = []
         self._fence = 0
 
@@ -65,7 +63,7 @@ class Control:
         """Serve as ordered; False: the order is void."""
         if order.fence == 0 or order.fence != self.fence(epoch):
             return False
-        self.roles, self.is_draining = order.roles, order.is_draining
+        self.roles = order.roles
         return True
 
     def _change(self, attached: list[int]) -> None:
@@ -73,7 +71,6 @@ class Control:
         self._attached = sorted(attached)
         if self._attached[:1] != before:
             self._fence += 1
-            self.is_draining = False
 
 
 class KvNews:
@@ -222,7 +219,7 @@ class ConductorWork:
             num_running=scheduler.num_running,
             num_queued_tokens=scheduler.num_remaining_tokens,
             num_context_tokens=scheduler.num_context_tokens,
-            is_draining=self._state.is_leaving or control.is_draining,
+            is_draining=self._state.is_leaving,
             roles=control.roles,
             fence=0 if self._epoch is None else control.fence(self._epoch),
             next_kv_event=self._next_event,

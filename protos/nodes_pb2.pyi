@@ -304,14 +304,12 @@ class Source(_message.Message):
     def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class Serve(_message.Message):
-    __slots__ = ("roles", "is_draining", "fence")
+    __slots__ = ("roles", "fence")
     ROLES_FIELD_NUMBER: _ClassVar[int]
-    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     roles: _containers.RepeatedScalarFieldContainer[str]
-    is_draining: bool
     fence: int
-    def __init__(self, roles: _Optional[_Iterable[str]] = ..., is_draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
+    def __init__(self, roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays", "num_prompt_logprobs", "pooling")

@@ -17,6 +17,7 @@ from typing import Any
 from bench.about_run import about_run
 from bench.faults.bereft import conductor_hung, gcs_killed, raylet_killed, spare_killed, supervisor_killed
 from bench.faults.cluster import pretty
+from bench.faults.drifts import roles_drift
 from bench.faults.hostile import hostile_bytes
 from bench.faults.kills import decode_killed, decode_stopped, prefill_killed, prefill_stopped
 from bench.faults.leaving import clients_leave
@@ -47,6 +48,7 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "rolling-restart": (rolling_restart, 2),
     "redis-gone": (redis_gone, 600),
     "soak": (soak, 100_000),
+    "roles-drift": (roles_drift, 100),
     "tenants-timing": (tenants_timing, 200),
     "hostile-bytes": (hostile_bytes, 10_000),
     "transfers-hurt": (transfers_hurt, 1_000_000),

@@ -24,6 +24,7 @@ from base.config import (
     ClusterConfig,
     EngineConfig,
     PoolConfig,
+    SchedulerConfig,
     ServerConfig,
     StoreConfig,
 )
@@ -155,11 +156,13 @@ def fault_cluster(
     store: StoreConfig | None = None,
     server: ServerConfig | None = None,
     program: str = "conductor",
+    roles: str = "fixed",
 ) -> Iterator[FaultCluster]:
     """Run one in the body; nothing of it is left afterwards.
 
     Args:
         program: The conductor's module.
+        roles: Whether they follow the load; a row that hurts nodes of one role wants it at work.
     """
     engine = EngineConfig(
         block_size=BLOCK_SIZE, kv_cache_gib=KV_CACHE_GIB, chunk_tokens=CHUNK_TOKENS, threads=1
@@ -169,6 +172,7 @@ def fault_cluster(
         prefill=PoolConfig(nodes=prefill, engine=engine),
         decode=PoolConfig(nodes=decode, engine=engine),
         store=store or StoreConfig(),
+        scheduler=SchedulerConfig(roles=roles),
     )
     folder.mkdir(parents=True, exist_ok=True)
     spec = ProcessSpec(

@@ -85,11 +85,16 @@ def decode_tbt_s(
     now_s: float,
 ) -> float:
     """Return the step time that this request would meet in the mean node: now, or when it is prefilled."""
+    ratio = view.corrections.ratio(placement.decode_node, "decode")
+    node = view.node(placement.decode_node)
+    if not view.decode_mask >> node.slot & 1:
+        # lent: it is no part of the pool
+        context_tokens = node.decode_context_tokens + request.num_tokens
+        return cost.decode_step_s(node.decode_sequences + 1, context_tokens) * ratio
     sequences, tokens = float(view.running_sequences), view.running_context_tokens
     if policy is RejectPolicy.PREDICT:
         sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
-    num_nodes = view.decode_mask.bit_count()
-    ratio = view.corrections.ratio(placement.decode_node, "decode")
+    num_nodes = (view.decode_mask | view.lent_mask).bit_count()
     return cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio
 
 

@@ -30,6 +30,7 @@ from base.request import NodeId, RequestId, Role
 from conductor.placing.copy_price import CopyPrice
 from conductor.placing.cost_model import Corrections, CostModel
 from conductor.placing.decode_projection import DecodeProjection
+from conductor.placing.fading_rate import FadingRate
 from conductor.placing.load_order import LoadOrder, bits_of
 from conductor.placing.node_state import InFlight, NodeState
 from conductor.placing.pace_classes import PaceClasses
@@ -65,6 +66,7 @@ class ClusterView:
         self.decode_order = LoadOrder()
         self.prefill_mask = 0
         self.decode_mask = 0
+        self.lent_mask = 0  # prefill nodes that decode all the same (`lent_decode.py`)
         self.projection = DecodeProjection(initial_decode_s)
         self.running_sequences = 0
         self.running_context_tokens = 0.0
@@ -78,6 +80,8 @@ class ClusterView:
         self.num_waiting = 0
         """Requests that are not placed yet: their owner says how many."""
         self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
+        self.prefill_demand = FadingRate()
+        """Predicted seconds of prefill placed a second, of nodes that do nothing else."""
         self._cost = cost
         self._nodes: dict[NodeId, NodeState] = {}
         self._slots: list[NodeState | None] = []
@@ -137,12 +141,6 @@ class ClusterView:
         self.index.remove_node(node.slot)
         self.paces.remove(node.slot)
         self.corrections.forget(node_id)
-
-    def set_draining(self, node_id: NodeId, now_s: float, draining: bool = True) -> None:
-        """Place nothing more on a node, or do again; an unknown node is passed over."""
-        if node := self._nodes.get(node_id):
-            node.draining = draining
-            self._refresh_roles(node, now_s)
 
     def set_roles(self, node_id: NodeId, roles: frozenset[Role], now_s: float) -> None:
         """Give a node other roles; what it holds and does goes on."""
@@ -213,8 +211,8 @@ class ClusterView:
         foreign_s = self._foreign_queue_s(node, beat)
         self._note_foreign(node, beat)
         roles = beat.roles or node.info.roles
-        if beat.is_draining != node.reports_draining or roles != node.info.roles:
-            node.reports_draining = beat.is_draining
+        if beat.is_draining != node.is_draining or roles != node.info.roles:
+            node.is_draining = beat.is_draining
             self.set_roles(node_id, roles, now_s)
         if self.prefill_mask >> node.slot & 1:
             # the prefill under way is part done: our own queue goes on ending when it did
@@ -280,6 +278,7 @@ class ClusterView:
             request.max_tokens > 0,
         )
         self.num_in_flight += 1
+        self.prefill_demand.add(prefill_s * placement.prompt_share, now_s)
         self._note_missed(request, placement.matched_blocks)
         self._join_queue(flight, now_s + placement.fetch_s)
         if source is not None:
@@ -375,8 +374,6 @@ class ClusterView:
         """Return whether a decode node's whole cache has room for so many tokens and one more."""
         return any(self.node_at(slot).capacity_tokens > num_tokens for slot in bits_of(self.decode_mask))
 
-    # Private
-
     @property
     def num_behind(self) -> float:
         """Requests that a second of a prefill node's time delays: its share of those that wait or queue."""
@@ -388,8 +385,6 @@ class ClusterView:
         self.room_price.settle(now_s, self.projection.decode_s)
         if self.corrections.changed:
             self._settle_paces()
-
-    # Private again
 
     def _settle_paces(self) -> None:
         changed = self.corrections.changed
@@ -440,10 +435,11 @@ class ClusterView:
     def _note_foreign(self, node: NodeState, beat: Heartbeat | None) -> None:
         """Count what decodes on a node for other conductors, by its heartbeat; None: it has left."""
         sequences = context_tokens = 0
-        if beat is not None and Role.DECODE in node.info.roles:
-            own = node.running_sequences - node.foreign_sequences + node.num_queued
+        if beat is not None:
+            own = node.running_sequences - node.foreign_sequences
             own_tokens = node.running_context_tokens - node.foreign_context_tokens
-            sequences = max(0, beat.num_running - own)
+            decodes = Role.DECODE in node.info.roles  # else most of what runs there is prompts
+            sequences = max(0, (beat.num_running - node.num_queued if decodes else beat.num_step_rows) - own)
             # contexts are estimated: where every sequence is ours, so is every token
             context_tokens = max(0, beat.num_context_tokens - int(own_tokens)) if sequences else 0
         more, more_tokens = sequences - node.foreign_sequences, context_tokens - node.foreign_context_tokens
@@ -478,16 +474,23 @@ class ClusterView:
             self.prefill_order.set(node.slot, ends_s)
 
     def _reorder(self, node: NodeState) -> None:
+        self.note_lent(node)
         if self.decode_mask >> node.slot & 1 and node.is_member:
             step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
             if self.corrections.has_learned:
                 step_s *= self.corrections.ratio(node.info.node_id, "decode")
             self.decode_order.set(node.slot, step_s)
 
+    def note_lent(self, node: NodeState) -> None:
+        """Let `lent_mask` say whether `node` is a prefill node that decodes."""
+        bit = 1 << node.slot
+        lends = node.decode_sequences and self.prefill_mask & ~self.decode_mask & bit
+        self.lent_mask = self.lent_mask | bit if lends else self.lent_mask & ~bit
+
     def _refresh_roles(self, node: NodeState, now_s: float) -> None:
         """Let the masks and orders hold `node` where it may be chosen, and nowhere else."""
         bit = 1 << node.slot
-        serves = node.is_member and not node.draining and not node.reports_draining
+        serves = node.is_member and not node.is_draining
         roles = node.info.roles if serves else frozenset[Role]()
         self.prefill_mask = self.prefill_mask | bit if Role.PREFILL in roles else self.prefill_mask & ~bit
         self.decode_mask = self.decode_mask | bit if Role.DECODE in roles else self.decode_mask & ~bit

@@ -98,6 +98,8 @@ class ViewSeen(NamedTuple):
     """Seconds of recompute that a block stored in a full cache costs."""
     room_price: float = 1.0
     """How often a request's own part of a step counts, while the decode pool has no room for all."""
+    prefill_demand: float = 0.0
+    """Predicted seconds of prefill that are placed a second."""
 
 
 class Decision(NamedTuple):
@@ -176,6 +178,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.num_waiting = seen.num_waiting
     view.copy_price.restore(seen.block_price_s)
     view.room_price.restore(seen.room_price, made.decided_at_s)
+    view.prefill_demand.restore(seen.prefill_demand, made.decided_at_s)
     # as if all were other conductors': those are expected at any moment, whatever t_d is
     view.foreign_sequences, view.foreign_context_tokens = seen.projected
     return view
@@ -205,6 +208,7 @@ def _seen(
         view.num_waiting,
         view.copy_price.block_s,
         view.room_price.price,
+        view.prefill_demand.at(now_s),
     )
 
 
@@ -265,5 +269,6 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     view.paces.restore(state.slot, node.pace_class)
     if node.prefills:
         view.prefill_order.set(state.slot, node.queue_ends_at_s)
+    view.note_lent(state)
     if node.decodes:
         view.decode_order.set(state.slot, node.step_s)

@@ -297,10 +297,10 @@ def _decode_candidates(
     def beside_s(node: NodeSeen) -> float | None:
         """Return when the first token would come if the node computed the prompt too; None: it may not."""
         found = None
-        if settings.decode_prefills and not node.prefills:
+        if settings.roles_follow and not node.prefills:
             state = view.node(node.node_id)
             found = beside_decoding(made.asked, state, node.matched_blocks, view, cost)
-        return None if found is None else sum(found)
+        return None if found is None else found[0] + found[1]
 
     return [
         {

@@ -16,21 +16,18 @@ Pure, as `scheduler.place` is, which asks it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 from base.request import NodeId
-from base.step_budget import KEPT_MEAN, WELL_WORTHWHILE, target_gap_s
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
+from conductor.placing.prefill_policies import copied_s
+from conductor.placing.prompt_share import LEAST_SHARE, MOST_LOAD, decode_load, prompt_share
 from kvstore.index import Group
 
-# Of a node's time, for prompts: with less a prompt is not begun.
-LEAST_SHARE = 0.02
-
-# Of the time that prompts have: the rest is what steps take for any chunk, however short.
-CHUNK_SHARE = WELL_WORTHWHILE / (WELL_WORTHWHILE + 1)
+# A second of a decode node's time, where as much of it is free as is used, in seconds of a first token.
+TAKEN = 3.0
 
 
 def inline_placement(
@@ -41,13 +38,18 @@ def inline_placement(
     cost: CostModel,
 ) -> Placement:
     """Return a placement on a decode node alone, if that is better than `other`; else `other`."""
-    best = other
     if other.prefill_node == other.decode_node:
         return other
+    best, least_s = other, other.predicted_ttft_s + copied_s(request, other, groups, view)
     for node, depth in _candidates(other, groups, view, request.avoid):
         found = _inline(request, other, node, depth, view, cost)
-        if found is not None and found.predicted_ttft_s < best.predicted_ttft_s:
-            best = found
+        if found is None:
+            continue
+        load = min(MOST_LOAD, decode_load(node, cost))
+        taken_s = found.prefill_s * found.prompt_share * TAKEN * load / (1.0 - load)
+        cost_s = found.predicted_ttft_s + copied_s(request, found, groups, view) + taken_s
+        if cost_s < least_s:
+            best, least_s = found, cost_s
     return best
 
 
@@ -76,7 +78,7 @@ def _inline(
     found = beside_decoding(request, node, depth, view, cost)
     if found is None:
         return None
-    queue_s, prefill_s = found
+    queue_s, prefill_s, share = found
     node_id, matched = node.info.node_id, _matched(request, depth, view)
     dispatch_s = view.corrections.added_s(node_id)
     context_tokens = node.decode_context_tokens + request.num_tokens
@@ -98,38 +100,30 @@ def _inline(
         predicted_tbt_s=tbt_s,
         dispatch_s=dispatch_s,
         is_inline=True,
+        prompt_share=share,
     )
 
 
 def beside_decoding(
     request: PlacementRequest, node: NodeState, depth: int, view: ClusterView, cost: CostModel
-) -> tuple[float, float] | None:
-    """Return the seconds of queue and of prefill on a node that decodes; None: it has no room or no time."""
+) -> tuple[float, float, float] | None:
+    """Return the seconds of queue and of prefill on a node that decodes, and the prompt's share of its time.
+
+    None: it has no room or no time.
+    """
     needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
     if node.free_tokens < needed:
         return None
     node_id, matched = node.info.node_id, _matched(request, depth, view)
     prefill_s = cost.prefill_s(request.num_tokens - matched, matched)
     prefill_s = view.corrections.corrected_s(node_id, "prefill", prefill_s)
-    step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
     step_s *= view.corrections.ratio(node_id, "decode")
     share = prompt_share(node, step_s)
     if share < LEAST_SHARE:
         return None
-    return node.queued_s + (step_s if node.running_sequences else 0.0), prefill_s / share
+    return node.queued_s + (step_s if node.running_sequences else 0.0), prefill_s / share, share
 
 
 def _matched(request: PlacementRequest, depth: int, view: ClusterView) -> int:
     return min(depth * view.block_size, request.num_tokens - 1)
-
-
-def prompt_share(node: NodeState, step_s: float) -> float:
-    """Return the share of a node's time that a prompt has beside what decodes there; not more than 0: none.
-
-    `step_s`: predicted seconds of a step without prompts.
-    """
-    if not node.decode_sequences:
-        return 1.0
-    bound_s = node.tightest_tbt_s
-    length_s = target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
-    return CHUNK_SHARE * (length_s - step_s) / length_s

@@ -77,12 +77,8 @@ class Learner:
         running.num_tokens = asked.num_tokens
         running.first_step_s = self._step_s(placement.decode_node, 0, 0)
         running.prompts_before = self._num_prompts(placement.decode_node)
-        beside = 1.0
-        if placement.is_inline:
-            # those who decode there have their part of its seconds: what is off is the rest
-            alone_s = self._view.corrections.corrected_s(node_id, "prefill", profile_s)
-            beside = placement.prefill_s / alone_s
-        paced = self._pace.done(node_id, now_s, beside * profile_s, times.compute_s)
+        # those who decode there have their part of its seconds: what is off is the rest
+        paced = self._pace.done(node_id, now_s, profile_s / placement.prompt_share, times.compute_s)
         if paced is not None:
             self._learn(node_id, "prefill", *paced)
         if placement.handoff_s:

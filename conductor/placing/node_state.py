@@ -21,9 +21,8 @@ class NodeState:
     capacity_tokens: int
     reported_free_tokens: float
     is_member: bool = True
-    # the conductor's own wish, and the node's word; either keeps new work away
-    draining: bool = False
-    reports_draining: bool = False
+    # by its own word: nothing new is placed on it
+    is_draining: bool = False
     num_queued: int = 0
     # of all time: whose gaps held a prompt's steps is known by it
     num_prompts: int = 0

@@ -66,6 +66,8 @@ class Placement(NamedTuple):
     """Learned: messages and the event loops' turns. In the predicted TTFT."""
     is_inline: bool = False
     """The decode node computes the prompt, beside what it generates."""
+    prompt_share: float = 1.0
+    """The prompt's share of the computing node's time: what decodes there has the rest. In `prefill_s`."""
 
 
 class RejectReason(Enum):

@@ -16,7 +16,8 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
-from conductor.placing.placement import PlacementRequest
+from conductor.placing.placement import Placement, PlacementRequest
+from conductor.placing.prompt_share import LEAST_SHARE, prompt_share
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Group
 
@@ -38,6 +39,7 @@ class PrefillChoice:
         "local_blocks",
         "matched_blocks",
         "prefill_s",
+        "prompt_share",
         "queue_s",
         "ready_s",
         "slot",
@@ -61,6 +63,8 @@ class PrefillChoice:
         self.queue_s = queue_s
         self.fetch_s = fetch_s
         self.prefill_s = prefill_s
+        self.prompt_share = 1.0
+        """The prompt's share of the node's time, beside sequences that were lent to it. In `prefill_s`."""
         self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
         """Seconds until its last layer is computed: the longer of queue and fetch, and prefill."""
         self.cost_s = self.ready_s
@@ -147,7 +151,7 @@ class PrefillComparison:
             self._best_blocks, self._holders = deepest_holders(request, groups, view)
         self._most_blocks = groups[0][0] if groups else 0
         self._source: NodeState | None = None
-        self._block_s = LATER * view.copy_price.block_s * (1.0 + view.num_behind)
+        self._block_s = copy_s(view)
         self._handoff_s = cost.transfer_s(request.num_tokens) if request.max_tokens else 0.0
 
     def choice(self, slot: int, depth: int) -> PrefillChoice:
@@ -169,6 +173,31 @@ class PrefillComparison:
         if self._block_s and (copied := self._most_blocks - choice.local_blocks):
             cost_s += self._block_s * copied * self._view.node_at(choice.slot).evict_share
         choice.cost_s = cost_s
+
+
+def copied_s(
+    request: PlacementRequest, placement: Placement, groups: list[Group], view: ClusterView
+) -> float:
+    """Return what the blocks cost others that a placement stores twice: on a prefill and a decode node.
+
+    Those that some node holds already are stored again where the prompt is computed, and all are where
+    it is handed over to.
+    """
+    block_s = copy_s(view)
+    if not block_s:
+        return 0.0
+    computing, decoding = view.node(placement.prefill_node), view.node(placement.decode_node)
+    held = groups[0][0] if groups else 0
+    seconds = (held - placement.local_blocks) * computing.evict_share * block_s
+    if decoding is not computing:
+        moved = len(request.chain) - placement.decode_matched_blocks
+        seconds += moved * decoding.evict_share * block_s
+    return seconds
+
+
+def copy_s(view: ClusterView) -> float:
+    """Return the seconds that a block copied takes from others, in a cache that is full."""
+    return LATER * view.copy_price.block_s * (1.0 + view.num_behind)
 
 
 def least_loaded(
@@ -215,7 +244,8 @@ def candidate(
     if queue_s < 0.0:
         queue_s = 0.0
     prefill_s = _prefill_s(request, slot, depth, view, cost)
-    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
+    found = PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
+    return _beside_lent(found, view, cost) if view.lent_mask >> slot & 1 else found
 
 
 def fetching_candidate(
@@ -230,9 +260,28 @@ def fetching_candidate(
     missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
     fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
     prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
-    return PrefillChoice(
+    found = PrefillChoice(
         own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
     )
+    return _beside_lent(found, view, cost) if view.lent_mask >> own.slot & 1 else found
+
+
+def _beside_lent(found: PrefillChoice, view: ClusterView, cost: CostModel) -> PrefillChoice:
+    """Return what it takes beside the sequences that decode on a prefill node."""
+    node = view.node_at(found.slot)
+    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
+    share = max(LEAST_SHARE, prompt_share(node, step_s * view.corrections.ratio(node.info.node_id, "decode")))
+    beside = PrefillChoice(
+        found.slot,
+        found.local_blocks,
+        found.matched_blocks,
+        found.source_slot,
+        found.queue_s,
+        found.fetch_s,
+        found.prefill_s / share,
+    )
+    beside.prompt_share = share
+    return beside
 
 
 def prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
@@ -281,7 +330,7 @@ def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:
         reject=RejectPolicy(config.reject),
         fetches=config.fetch,
         kvcache_balancing_threshold=config.kvcache_balancing_threshold or None,
-        decode_prefills=config.decode_prefills,
+        roles_follow=config.roles == "follow",
         ttft_headroom=config.ttft_headroom,
         ahead_s=config.ahead_s,
     )

@@ -1,164 +1,150 @@
-"""Role changes: when a node should prefill instead of decode, or the other way round.
+"""Roles that follow load: which nodes prefer prompts, and which prefer to decode.
 
-The load of a pool is a share of what its SLO allows: mean queue over the TTFT target; mean
-share of the step time that the TBT target leaves for load, or of KV blocks, whichever is
-more. A node changes when one pool is overloaded and the other would not be, even with one
-node less, and both have been so for a while; then there is a pause. Loads are smoothed,
-because arrivals come in bursts and a change costs a drain.
+Any node does both at any moment, in steps that take of prompts what those who decode can bear
+(`base/step_budget.py`). Its role only says what placement gives it while its pool has time and room;
+`lent_decode.py` and `inline_prefill.py` say what it is given beyond. So a change is an order, and nothing
+else: no drain, no reload; what the node has goes on, and its blocks are found where they are.
 
-    serves --drain--> takes nothing new --its work ended--> changed role, serves
+    load of the prefill pool = (seconds of prefill that come a second + seconds queued / QUEUE_S) / its nodes
+    load of the decode pool = sum over all nodes of what they decode, as a share of what its bounds and their
+                              blocks allow / its nodes
 
-If the others of its pool are lost before, it stays what it is.
+The more loaded pool bounds goodput. So a node drifts to it where the more loaded of both would be less loaded
+afterwards, by GAIN at least: where load is balanced nothing changes, and nothing goes to and fro. What is
+compared are demands, which a change leaves as they are, and so the next one needs no pause.
 
-`RoleController.step` only decides; its caller changes the view (and, live, the node). A
-drained node keeps its blocks: they are still found, fetched and matched.
+`RoleController.step` only decides; its caller changes the view (and, live, the node).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from base.request import NodeId, Role
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
+from conductor.placing.prompt_share import decode_load
+
+STEP_S = 1.0
+"""Seconds between two looks."""
+
+QUEUE_S = 2.0
+"""A queue of so many seconds counts as much as a node that computes all the time."""
+
+SMOOTHING_S = 2.0
+"""Arrivals come in bursts; what is shorter is answered by placement alone."""
+
+HOLD_S = 1.0
+"""Seconds for which a change must be wanted."""
+
+BUSY = 0.6
+"""Load of one pool at least: below it a change gains nothing that a request could see."""
+
+GAIN = 0.1
+"""Share by which the more loaded pool must be less loaded after a change."""
+
+MOST_LOAD = 4.0
+"""Load of a node whose bounds leave it no time."""
+
+OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 @dataclass(frozen=True, slots=True)
-class RoleSettings:
-    """When to change."""
+class RoleChange:
+    """A node that is to prefer another role."""
 
-    ttft_target_s: float
-    tbt_target_s: float
-    overloaded: float = 0.9
-    """Load of the pool that gets a node, at least."""
-    spare: float = 0.6
-    """Load of the pool that gives one, at most, after giving it."""
-    hold_s: float = 20.0
-    """Seconds for which both hold before a node changes."""
-    pause_s: float = 60.0
-    """Seconds without another change after one."""
-    smoothing_s: float = 15.0
-
-
-class RoleStep(Enum):
-    """A step of a role change."""
-
-    DRAIN = "drain"
-    CHANGE = "change"
-
-
-@dataclass(frozen=True, slots=True)
-class RoleAction:
-    """One step of a role change."""
-
-    step: RoleStep
     node_id: NodeId
     role: Role
-    """The role that the node is to have."""
 
 
 class RoleController:
     """Decides role changes, one at a time."""
 
-    def __init__(self, cost: CostModel, settings: RoleSettings) -> None:
+    def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._settings = settings
-        self._loads = {Role.PREFILL: 0.0, Role.DECODE: 0.0}
+        self._demands = {Role.PREFILL: 0.0, Role.DECODE: 0.0}
         self._stepped_at_s: float | None = None
         self._wanted: Role | None = None
         self._wanted_since_s = 0.0
-        self._paused_until_s = 0.0
-        self._draining: tuple[NodeState, Role] | None = None
 
     @property
-    def loads(self) -> dict[Role, float]:
-        """Smoothed loads of both pools; 1 is all that the targets allow."""
-        return dict(self._loads)
+    def demands(self) -> dict[Role, float]:
+        """How many nodes each role has work for, smoothed."""
+        return dict(self._demands)
 
-    def step(self, view: ClusterView, now_s: float, waiting_s: float = 0.0) -> RoleAction | None:
-        """Return what to do now, if anything. Call it every few seconds.
+    def step(self, view: ClusterView, now_s: float, waiting_s: float = 0.0) -> RoleChange | None:
+        """Return what to change now, if anything. Call it every `STEP_S`.
 
         `waiting_s`: predicted seconds of prefill that are not placed yet.
         """
         self._smooth(view, now_s, waiting_s)
-        if self._draining is not None:
-            return self._finish(view, now_s)
         wanted = self._needed(view)
         if wanted is not self._wanted:
             self._wanted, self._wanted_since_s = wanted, now_s
-        held = now_s - self._wanted_since_s >= self._settings.hold_s
-        if wanted is None or not held or now_s < self._paused_until_s:
+        if wanted is None or now_s - self._wanted_since_s < HOLD_S:
             return None
-        node = _cheapest(view, wanted)
-        self._draining = (node, wanted)
-        return RoleAction(RoleStep.DRAIN, node.info.node_id, wanted)
+        self._wanted = None
+        return RoleChange(_cheapest(view, wanted).info.node_id, wanted)
 
     def forget(self) -> None:
-        """Let go of a change under way: another conductor has taken over."""
-        self._draining = self._wanted = None
-
-    def _finish(self, view: ClusterView, now_s: float) -> RoleAction | None:
-        assert self._draining is not None
-        node, role = self._draining
-        if not node.is_member:
-            # gone, or attached again and not draining: it would be waited for as long as it has work
-            self._draining = None
-            return None
-        if not (view.decode_mask if role is Role.PREFILL else view.prefill_mask):
-            # the others of its pool have gone meanwhile: it stays what it is, at once
-            role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        elif node.num_queued or node.foreign_queue_s or node.decode_sequences:
-            return None
-        self._draining = None
-        self._wanted = None
-        self._paused_until_s = now_s + self._settings.pause_s
-        return RoleAction(RoleStep.CHANGE, node.info.node_id, role)
+        """Let go of what was seen: another conductor decides."""
+        self._stepped_at_s = self._wanted = None
 
     def _smooth(self, view: ClusterView, now_s: float, waiting_s: float) -> None:
-        passed_s = 0.0 if self._stepped_at_s is None else now_s - self._stepped_at_s
-        gain = passed_s / (passed_s + self._settings.smoothing_s)
-        self._stepped_at_s = now_s
-        for role, load in pool_loads(view, self._cost, self._settings, waiting_s).items():
-            self._loads[role] += gain * (load - self._loads[role])
+        before_s, self._stepped_at_s = self._stepped_at_s, now_s
+        if before_s is None or now_s <= before_s:
+            return
+        passed_s = now_s - before_s
+        # other conductors place as many prompts for each sequence that decodes as this one does
+        own = view.running_sequences - view.foreign_sequences
+        come = view.prefill_demand.at(now_s) * (view.running_sequences / own if own > 0 else 1.0)
+        prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
+        queued_s = waiting_s + sum(node.queued_s + node.foreign_queue_s for node in prefill)
+        found = {Role.PREFILL: come + queued_s / QUEUE_S, Role.DECODE: decode_demand(view, self._cost)}
+        gain = passed_s / (passed_s + SMOOTHING_S)
+        for role, demand in found.items():
+            self._demands[role] += gain * (demand - self._demands[role])
 
     def _needed(self, view: ClusterView) -> Role | None:
         """Return the role that one more node should have."""
-        settings = self._settings
+        prefill, decode = self._demands[Role.PREFILL], self._demands[Role.DECODE]
         sizes = {Role.PREFILL: view.prefill_mask.bit_count(), Role.DECODE: view.decode_mask.bit_count()}
-        for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-            size = sizes[other]
-            if size < 2 or self._loads[role] < settings.overloaded:
+        if not all(sizes.values()):
+            # the last one of a role died: who is to do its work is not asked twice
+            return next((role for role in OTHER if not sizes[role] and sizes[OTHER[role]] > 1), None)
+        now = max(prefill / sizes[Role.PREFILL], decode / sizes[Role.DECODE])
+        best, wanted = (1.0 - GAIN) * now, None
+        for role, other in OTHER.items():
+            if now < BUSY or sizes[other] < 2 or not _givers(view, role):
                 continue
-            if self._loads[other] * size / (size - 1) <= settings.spare:
-                return role
-        return None
+            after = {role: sizes[role] + 1, other: sizes[other] - 1}
+            load = max(prefill / after[Role.PREFILL], decode / after[Role.DECODE])
+            if load < best:
+                best, wanted = load, role
+        return wanted
 
 
-def pool_loads(
-    view: ClusterView, cost: CostModel, settings: RoleSettings, waiting_s: float = 0.0
-) -> dict[Role, float]:
-    """Return each pool's load at this moment; 0 for a pool without nodes."""
-    prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
-    decode = [view.node_at(slot) for slot in bits_of(view.decode_mask)]
-    idle_step_s = cost.decode_step_s(0, 0)
-    budget_s = max(1e-9, settings.tbt_target_s - idle_step_s)
-    busy = 0.0
-    for node in decode:
-        step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
-        blocks = 1.0 - max(0.0, node.free_tokens) / max(1, node.capacity_tokens)
-        busy += max((step_s - idle_step_s) / budget_s, blocks)
-    queued_s = waiting_s + sum(node.queued_s + node.foreign_queue_s for node in prefill)
-    return {
-        Role.PREFILL: queued_s / (settings.ttft_target_s * max(1, len(prefill))),
-        Role.DECODE: busy / max(1, len(decode)),
-    }
+def decode_demand(view: ClusterView, cost: CostModel) -> float:
+    """Return how many nodes there is decoding for: each node's share of what its bounds and blocks allow."""
+    decoding = [node for node in view.nodes() if node.decode_sequences]
+    return sum(min(MOST_LOAD, decode_load(node, cost)) for node in decoding)
+
+
+def _givers(view: ClusterView, wanted: Role) -> int:
+    """Return the nodes that have the other role alone."""
+    masks = {Role.PREFILL: view.prefill_mask, Role.DECODE: view.decode_mask}
+    return masks[OTHER[wanted]] & ~masks[wanted]
 
 
 def _cheapest(view: ClusterView, wanted: Role) -> NodeState:
-    """Return the node of the other pool that is drained soonest, the smaller slot among equals."""
-    mask = view.decode_mask if wanted is Role.PREFILL else view.prefill_mask
-    nodes = [view.node_at(slot) for slot in bits_of(mask)]
-    return min(nodes, key=lambda node: (node.decode_sequences + node.num_queued, node.slot))
+    """Return the node that has most of the wanted work already, and the least of the other."""
+    nodes = [view.node_at(slot) for slot in bits_of(_givers(view, wanted))]
+
+    def other_work(node: NodeState) -> tuple[float, float, int]:
+        prompts, sequences = node.queued_s + node.foreign_queue_s, node.decode_sequences
+        is_prefill = wanted is Role.PREFILL
+        return (sequences, -prompts, node.slot) if is_prefill else (-sequences, prompts, node.slot)
+
+    return min(nodes, key=other_work)

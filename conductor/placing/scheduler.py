@@ -40,12 +40,14 @@ from conductor.placing.admission import RETRY_AFTER_S, refusal
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.inline_prefill import inline_placement
+from conductor.placing.lent_decode import lent_node
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.prefill_policies import (
     POLICIES,
     PrefillChoice,
     PrefillPolicy,
+    depth_at,
     matched_tokens,
     preferred,
 )
@@ -89,10 +91,34 @@ def place(
     choose = choose_prefill or POLICIES[settings.policy]
     prefill = choose(request, groups, view, cost, settings, now_s)
     decode = choose_decode(request, groups, view, prefill)
+    found = _judged(request, prefill, decode, groups, view, cost, settings, now_s)
+    if not (settings.roles_follow and request.max_tokens):
+        return found
+    node = lent_node(
+        request, found, view.node_at(prefill.slot), tokens_needed(request, view), view, cost, now_s
+    )
+    if node is None:
+        return found
+    lent = node, depth_at(node.slot, groups)
+    other = _judged(request, prefill, lent, groups, view, cost, settings, now_s)
+    return other if isinstance(other, Placement) else found
+
+
+def _judged(
+    request: PlacementRequest,
+    prefill: PrefillChoice,
+    decode: tuple[NodeState, int] | RejectReason,
+    groups: list[Group],
+    view: ClusterView,
+    cost: CostModel,
+    settings: SchedulerSettings,
+    now_s: float,
+) -> Placement | Rejection:
+    """Return the placement on these nodes, or a better one where the prompt decodes; or why it is refused."""
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, until_a_finish_s(view))
     placement = _combine(request, prefill, decode, view, cost)
-    if settings.decode_prefills:
+    if settings.roles_follow:
         placement = inline_placement(request, placement, groups, view, cost)
     refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
@@ -143,7 +169,7 @@ def turn_of(
         return Turn.LATER
     if not ahead_s and (settings.ahead_s == inf or not must_wait(view, settings, now_s)):
         return Turn.NOW
-    return Turn.LATER if slo == UNBOUNDED and not settings.decode_prefills else Turn.LATER_IF_PROMISING
+    return Turn.LATER if slo == UNBOUNDED and not settings.roles_follow else Turn.LATER_IF_PROMISING
 
 
 def is_final(result: Placement | Rejection, turn: Turn, has_begun: bool) -> bool:
@@ -277,6 +303,8 @@ def _combine(
         prefill.ready_s + handoff_s + dispatch_s,
         step_s,
         dispatch_s,
+        False,
+        prefill.prompt_share,
     )
 
 

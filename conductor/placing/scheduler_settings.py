@@ -25,8 +25,9 @@ class SchedulerSettings:
     """Whether a prefix may be fetched from another node; False is local cache-awareness."""
     kvcache_balancing_threshold: float | None = None
     """Fetch where best match / own match is at least this; None: the cost model decides."""
-    decode_prefills: bool = False
-    """Whether a decode node computes a prompt itself where that is sooner, beside what decodes there."""
+    roles_follow: bool = False
+    """Whether a node's role is what it prefers. Then a decode node computes a prompt where that is sooner, a
+    prefill node decodes where the decode pool cannot, and roles change with the load."""
     ttft_headroom: float = 1.0
     """A TTFT bound is kept for so much of it in the prediction: what is predicted is not exact."""
     ahead_s: float = inf

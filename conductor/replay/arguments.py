@@ -126,7 +126,8 @@ def _add_cluster(add: Callable[..., object]) -> None:
         help="bytes a second of a disk (the profile's)",
     )
     add("--decode-caches", action="store_true", help="decode nodes keep and lend the prompts they receive")
-    add("--flip-roles", action="store_true", help="nodes change roles with the load")
+    follow = "nodes do either role's work where that is better, and change roles with the load"
+    add("--follow-roles", action="store_true", help=follow)
 
 
 def _add_settings(add: Callable[..., object]) -> None:
@@ -141,7 +142,6 @@ def _add_settings(add: Callable[..., object]) -> None:
     add("--headroom", type=share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
     threshold = "kvcache_balancing_threshold (cost model decides)"
     add("--threshold", type=factor, metavar="X", help=threshold)
-    add("--decode-prefills", action="store_true", help="decode nodes compute prompts where that is sooner")
     add("--whole-chunks", action="store_true", help="steps take whole chunks, whoever decodes in them")
     waiting = whole(1, MAX_COUNT)
     add(
@@ -234,8 +234,7 @@ def service_arguments(config: ClusterConfig) -> list[str]:
         given["--chunk-tokens"] = chunk_tokens
     switches = {
         "--no-fetch": not scheduler.fetch,
-        "--flip-roles": scheduler.change_roles,
-        "--decode-prefills": scheduler.decode_prefills,
+        "--follow-roles": scheduler.roles == "follow",
         "--whole-chunks": not scheduler.step_budgets,
     }
     words = [word for name, value in given.items() for word in (name, str(value))]

@@ -25,7 +25,7 @@ from base.step_budget import GapBounds
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import bare_node
-from conductor.placing.roles import RoleController, RoleStep
+from conductor.placing.roles import STEP_S, RoleController
 from conductor.placing.scheduler import place
 from conductor.replay.block_cache import make_cache
 from conductor.replay.cluster_options import ClusterOptions, NodeSpec
@@ -41,9 +41,6 @@ from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
 from kvstore.index import Key
-
-# How often a role change is thought about.
-ROLE_STEP_S = 2.0
 
 # Requests between two looks at the progress of a run.
 WATCH_EVERY = 1_000
@@ -84,7 +81,7 @@ class SimCluster:
         self._num_turns_to_come = 0
         self._later: Iterator[TraceRequest] | None = None
         """Sessions that begin when others have ended."""
-        self._roles = RoleController(self._cost, options.roles) if options.roles else None
+        self._roles = RoleController(self._cost) if options.settings.roles_follow else None
         self._nodes = {spec.node_id: self._node(spec) for spec in specs}
         for node in self._nodes.values():
             self._register(node, node.spec.roles)
@@ -112,7 +109,7 @@ class SimCluster:
         if self.options.sample_every_s:
             self._at(self.options.sample_every_s, self._sample)
         if self._roles is not None:
-            self._at(ROLE_STEP_S, self._step_roles, self._roles)
+            self._at(STEP_S, self._step_roles, self._roles)
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
         self._is_arriving = True
@@ -200,16 +197,13 @@ class SimCluster:
             request.flow = None
 
     def _step_roles(self, roles: RoleController) -> None:
-        action = roles.step(self.view, self.now_s, self._conductor.waiting_s)
-        if action is not None and action.step is RoleStep.DRAIN:
-            self.view.set_draining(action.node_id, self.now_s)
-        elif action is not None:
-            self.view.set_roles(action.node_id, frozenset({action.role}), self.now_s)
-            self.view.set_draining(action.node_id, self.now_s, False)
+        change = roles.step(self.view, self.now_s, self._conductor.waiting_s)
+        if change is not None:
+            self.view.set_roles(change.node_id, frozenset({change.role}), self.now_s)
             self.outcomes.role_changes += 1
             self._conductor.pump(self.now_s)
         if self._is_busy:
-            self._at(self.now_s + ROLE_STEP_S, self._step_roles, roles)
+            self._at(self.now_s + STEP_S, self._step_roles, roles)
 
     def _sample(self) -> None:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""

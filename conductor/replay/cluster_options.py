@@ -11,7 +11,6 @@ from base.request import NodeId, Role, Slo
 from conductor.placing.placement import UNBOUNDED
 from conductor.placing.prefill_policies import PrefillPolicy
 from conductor.placing.profile import Profile, slowed
-from conductor.placing.roles import RoleSettings
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.faults import NodeFault
 from conductor.replay.pipeline import grouped
@@ -69,8 +68,6 @@ class ClusterOptions:
     sample_every_s: float = 0.0
     """Record the load of both pools so often; 0: never."""
     faults: tuple[NodeFault, ...] = ()
-    roles: RoleSettings | None = None
-    """When nodes may change roles; None: never."""
     seed: int = 0
     stages: int = 1
     """Nodes that prefill each prompt together, in a pipeline of chunks; divides `prefill_nodes`."""
@@ -80,7 +77,7 @@ class ClusterOptions:
     """Whether a decode node keeps the prompts that it received, and lends them."""
     chunk_tokens: int | None = None
     """Tokens of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined
-    group. None: the engine's default where the profile knows what a chunk costs or nodes have both roles,
+    group. None: the engine's default where the profile knows what a chunk costs or nodes do both,
     else 0."""
     both_nodes: int = 0
     """Nodes with both roles, beside the others."""
@@ -166,5 +163,5 @@ class ClusterOptions:
             return 0
         if self.chunk_tokens is not None:
             return self.chunk_tokens
-        has_chunks = len(roles) > 1 or profile.chunk_step_s
+        has_chunks = len(roles) > 1 or profile.chunk_step_s or self.settings.roles_follow
         return DEFAULT_CHUNK_TOKENS if has_chunks else 0

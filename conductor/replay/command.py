@@ -11,7 +11,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
@@ -19,7 +18,6 @@ from base.errors import ConfigError
 from base.request import Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
-from conductor.placing.roles import RoleSettings
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.replay.arguments import DEFAULT_PROFILE, SERVICE, Nodes, make_parser
@@ -45,9 +43,6 @@ from conductor.replay.trace_formats import read_trace
 POLICY_SETS: dict[str, tuple[str, ...]] = {"all": PAPER_POLICIES}
 
 MakePlan = Callable[[argparse.Namespace, Trace, CostModel, str, Slo], Plan]
-
-# Roles change for a mean queue well inside the TTFT bound, which is for the tail.
-FLIP_TTFT_SHARE = 5.0
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
@@ -200,7 +195,7 @@ def settings_of(args: argparse.Namespace) -> SchedulerSettings:
         reject=RejectPolicy(args.reject or ("none" if args.plain else SERVICE.reject)),
         fetches=not args.no_fetch,
         kvcache_balancing_threshold=args.threshold,
-        decode_prefills=args.decode_prefills,
+        roles_follow=args.follow_roles,
     )
     if args.plain:
         return settings
@@ -213,14 +208,12 @@ def require_possible(args: argparse.Namespace) -> None:
     unused = {
         "--stages": args.stages > 1 and nodes.both > 0,
         "--decode-caches": args.decode_caches and not nodes.decode,
-        "--decode-prefills": args.decode_prefills and not nodes.decode,
-        "--flip-roles": args.flip_roles and nodes.both > 0,
         "--no-retest": args.no_retest and args.reject == RejectPolicy.NONE.value,
     }
     for option in (option for option, is_unused in unused.items() if is_unused):
         raise ConfigError(f"{option}: of no use on nodes with both roles, or without rejection; leave it out")
-    if args.flip_roles and not args.slo_ttft < inf > args.slo_tbt:
-        raise ConfigError("--flip-roles: load is measured by --slo-ttft and --slo-tbt, which are wanted then")
+    if args.follow_roles and args.whole_chunks:
+        raise ConfigError("--follow-roles: not with --whole-chunks: steps follow who decodes then")
 
 
 def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
@@ -248,7 +241,6 @@ def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str
         slo=slo,
         eviction=args.eviction,
         faults=read_faults(args.fault) if args.fault else (),
-        roles=RoleSettings(slo.ttft_slo_s / FLIP_TTFT_SHARE, slo.tbt_slo_s) if args.flip_roles else None,
         view_delay_s=args.view_delay,
         stages=args.stages,
         chunk_tokens=args.chunk_tokens,

@@ -101,7 +101,7 @@ class SimConductor:
         reject = self._settings.reject
         self._slo = UNBOUNDED if reject is RejectPolicy.NONE else options.slo
         # where a decode node computes prompts, what those who decode there can bear is known to placement
-        self._asked_slo = options.slo if self._settings.decode_prefills else self._slo
+        self._asked_slo = options.slo if self._settings.roles_follow else self._slo
         self._patience_s = inf if reject is RejectPolicy.NONE else options.patience_s
         self._retests = options.retests and reject is not RejectPolicy.NONE
         self._schedule = schedule

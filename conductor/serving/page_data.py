@@ -200,7 +200,7 @@ class PageData:
         node = self._view.node(info.node_id)
         queue_s, step_s = self._view.load_of(info.node_id, now_s)
         roles = "+".join(sorted(role.value for role in node.info.roles))
-        draining = node.draining or node.reports_draining
+        draining = node.is_draining
         row: list[Any] = [info.node_id, info.host, roles, draining]
         if beat is None:
             row += [None, info.num_blocks, *[None] * 9]

@@ -1,11 +1,9 @@
 """Carries out role changes on the attached nodes. `placing/roles.py` decides them.
 
-A node can do both at any time, because prefill and decode are roles of one process. It is ordered
-how to serve, and reports it to every conductor in its heartbeats. While it drains nothing new is placed
-on it; what it has goes on, and its blocks stay where they are and are found by their hashes.
+A node does both at any time, because prefill and decode are roles of one process. By an order it
+prefers another, goes on with what it has, and reports its role to every conductor in its heartbeats.
 
-Of several conductors only the one in control decides (`node/work.py`); the nodes obey no
-other. A drain ends with the control of who ordered it, so that nothing is left half done.
+Of several conductors only the one in control decides (`node/work.py`); the nodes obey no other.
 """
 
 from __future__ import annotations
@@ -17,17 +15,14 @@ from base.clock import Clock
 from base.logs import event
 from base.messages import Serve
 from conductor.placing.cluster_view import ClusterView
-from conductor.placing.roles import RoleAction, RoleController, RoleStep
+from conductor.placing.roles import STEP_S, RoleController
 from conductor.serving.dispatch import Dispatcher
 from conductor.serving.membership import Membership
 
 log = logging.getLogger(__name__)
 
-# Loads are smoothed over some 15 s.
-STEP_S = 2.0
 
-
-async def change_roles(
+async def follow_load(
     controller: RoleController,
     view: ClusterView,
     membership: Membership,
@@ -40,14 +35,8 @@ async def change_roles(
         if not membership.in_control():
             controller.forget()
             continue
-        action = controller.step(view, clock.now_s(), dispatcher.queue.waiting_s)
-        if action is not None:
-            _order(action, view, membership)
-
-
-def _order(action: RoleAction, view: ClusterView, membership: Membership) -> None:
-    session = membership.session(action.node_id)
-    is_drain = action.step is RoleStep.DRAIN
-    roles = view.node(action.node_id).info.roles if is_drain else frozenset({action.role})
-    session.send(Serve(roles, is_drain, session.fence))
-    event(log, f"role change: {action.step.value}", node_id=action.node_id, role=action.role.value)
+        change = controller.step(view, clock.now_s(), dispatcher.queue.waiting_s)
+        if change is not None:
+            session = membership.session(change.node_id)
+            session.send(Serve(frozenset({change.role}), session.fence))
+            event(log, "role change", node_id=change.node_id, role=change.role.value)

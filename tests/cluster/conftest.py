@@ -60,7 +60,7 @@ def running(
         decode=PoolConfig(nodes=decode, engine=replace(engine, **(of_decode or {}))),
         transfer=TransferConfig(transports=transports),
         store=store or StoreConfig(),
-        scheduler=scheduler or SchedulerConfig(),
+        scheduler=scheduler or SchedulerConfig(roles="fixed"),
         trace_out=trace_out,
         tracing=tracing or TracingConfig(),
     )

@@ -27,7 +27,7 @@ def placed(cluster, tokens, name):
 @pytest.mark.timeout(300)
 def test_tokens_are_those_of_a_hand_off(cluster, smollm2, tmp_path):
     expected = [generated(cluster.grpc_address, prompt, NEW_TOKENS)[0] for prompt in PROMPTS]
-    with running(smollm2, tmp_path, scheduler=SchedulerConfig(decode_prefills=True)) as other:
+    with running(smollm2, tmp_path, scheduler=SchedulerConfig()) as other:
         where = []
         for number, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True)):
             for turn in ("cold", "warm"):

@@ -51,7 +51,7 @@ def busy(smollm2, address, tmp_path_factory):
     """A cluster that serves for as long as the module runs: hits, misses, late ones, refused ones."""
     folder = tmp_path_factory.mktemp("busy")
     # Without a test of the decode load, what is too slow for its bound is served, and late.
-    never_reject = SchedulerConfig(reject="none")
+    never_reject = SchedulerConfig(reject="none", roles="fixed")
     cache = {"store": StoreConfig(dram_gib=0.1), "kv_cache_gib": 0.025}
     shown = {"prometheus": f"http://{address}"}
     with running(smollm2, folder, scheduler=never_reject, **cache, **shown) as cluster, asking(cluster.url):

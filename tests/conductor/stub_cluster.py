@@ -17,7 +17,7 @@ from conductor.serving.dispatch import Dispatcher
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
 from conductor.serving.observer import Observer
-from conductor.serving.role_changes import change_roles
+from conductor.serving.role_changes import follow_load
 
 COST = CostModel(stub_profile())
 
@@ -56,7 +56,6 @@ async def cluster(
     settings,
     num_prefill=2,
     num_decode=2,
-    role_settings=None,
     server=None,
     decision_log=None,
 ):
@@ -75,10 +74,9 @@ async def cluster(
             tasks.append(group.create_task(attached(membership, session, said, node, clock)))
             tasks.append(group.create_task(node.run()))
         dispatcher = Dispatcher(membership, view, COST, [observer], clock, settings, server)
-        if role_settings is not None:
-            controller = RoleController(COST, role_settings)
-            changes = change_roles(controller, view, membership, dispatcher, clock)
-            tasks.append(group.create_task(changes))
+        if settings.roles_follow:
+            following = follow_load(RoleController(COST), view, membership, dispatcher, clock)
+            tasks.append(group.create_task(following))
         yield dispatcher, view
         for task in tasks:
             task.cancel()

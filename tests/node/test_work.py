@@ -41,22 +41,13 @@ def test_an_order_is_obeyed_only_from_the_one_in_control_and_under_its_present_f
     control.attached(7)
     first = control.fence(7)
     control.attached(3)
-    assert not control.obey(7, Serve(PREFILL, True, first)), "an order from one that lost control"
-    assert not control.obey(3, Serve(PREFILL, True, 0))
-    assert control.obey(3, Serve(PREFILL, True, control.fence(3)))
-    assert (control.roles, control.is_draining) == (PREFILL, True)
+    assert not control.obey(7, Serve(PREFILL, first)), "an order from one that lost control"
+    assert not control.obey(3, Serve(PREFILL, 0))
+    assert control.obey(3, Serve(PREFILL, control.fence(3)))
+    assert control.roles == PREFILL
     control.left(3)
-    assert not control.obey(7, Serve(BOTH, True, first)), "an order from before"
-    assert control.obey(7, Serve(BOTH, False, control.fence(7)))
-
-
-def test_a_drain_ends_with_the_control_of_who_ordered_it():
-    control = Control(BOTH)
-    control.attached(3)
-    control.attached(7)
-    control.obey(3, Serve(BOTH, True, control.fence(3)))
-    control.left(3)
-    assert not control.is_draining
+    assert not control.obey(7, Serve(BOTH, first)), "an order from before"
+    assert control.obey(7, Serve(BOTH, control.fence(7)))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abtAB"), st.integers(0, 3)), max_size=60))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from base.messages import Serve
+from base.request import Role
+from conductor.placing.roles import OTHER
+
 
 def carry_out(world, deed):
     """See that `deed` is done when it is due, and undone after its time."""
@@ -38,8 +42,12 @@ def _cut_power(world, deed):
 def _is_alone(world, deed):
     """Whether a role of the node is nobody else's at the moment."""
     node = _node(world, deed)
-    others = [other.plan.roles for other in world.nodes if other is not node and other.is_up]
-    return not node.plan.roles.issubset(frozenset().union(*others))
+    others = [_roles(other) for other in world.nodes if other is not node and other.is_up]
+    return not _roles(node).issubset(frozenset().union(*others))
+
+
+def _roles(node):
+    return node.plan.roles if node.state is None else node.state.control.roles
 
 
 def _end(world, deed, is_power_cut):
@@ -65,6 +73,25 @@ def _stop_conductor(world, deed):
 def _stopped(world, process, for_s):
     process.stop()
     world.loop.call_later(for_s, process.go_on)
+
+
+@_deed
+def _drift(world, deed):
+    """The conductor in control orders a node to prefer another role; the last of a role keeps it."""
+    world.num_losses -= 1
+    for conductor in world.conductors:
+        if conductor.process.is_dead:
+            continue
+        view, membership = conductor.view, conductor.membership
+        session = next((each for each in membership.sessions if each.info.node_id == deed.where[0]), None)
+        if session is None or not membership.in_control():
+            continue
+        node = view.node(session.info.node_id)
+        for role, mask in ((Role.PREFILL, view.prefill_mask), (Role.DECODE, view.decode_mask)):
+            if mask >> node.slot & 1 and mask & (mask - 1):
+                order = Serve(frozenset({OTHER[role]}), session.fence)
+                conductor.process.context.run(session.send, order)
+                return
 
 
 @_deed
@@ -137,4 +164,5 @@ _DEEDS = {
     "cut one side": _cut_one_side,
     "kill conductor": _kill_conductor,
     "stop conductor": _stop_conductor,
+    "drift": _drift,
 }

@@ -79,7 +79,7 @@ def plan_of(seed):
         disk=_disk(rng),
         scheduler=SchedulerSettings(
             ahead_s=rng.choice((0.05, float("inf"))),
-            decode_prefills=rng.choice((False, False, True)),
+            roles_follow=rng.choice((False, True, True)),
             kvcache_balancing_threshold=rng.choice((None, 1.0)),
         ),
         is_served=rng.random() < 0.6,
@@ -165,6 +165,7 @@ DEEDS = (
     "cut one side",
     "kill conductor",
     "stop conductor",
+    "drift",
 )
 
 

@@ -129,13 +129,11 @@ def test_a_number_past_its_bounds_is_refused_with_its_option(trace_file, capsys,
     [
         (["--nodes", "4C", "--stages", "2"], "--stages"),
         (["--nodes", "4C", "--decode-caches"], "--decode-caches"),
-        (["--nodes", "4C", "--flip-roles"], "--flip-roles"),
-        (["--nodes", "4C", "--decode-prefills"], "--decode-prefills"),
         (["--nodes", "4C", "--sweep"], "--sweep"),
         (["--nodes", "2P2D", "--slow-node", "p2=3"], "p2"),
         (["--nodes", "2P2D", "--node-profile", "d5=h100-llama8b"], "d5"),
         (["--nodes", "2P2D", "--node-profile", "d1=h100-llama8b"], "bytes of KV a token"),
-        (["--nodes", "2P2D", "--flip-roles", "--slo-ttft", "inf"], "--slo-ttft"),
+        (["--nodes", "2P2D", "--follow-roles", "--whole-chunks"], "--whole-chunks"),
     ],
 )
 def test_an_option_that_the_nodes_cannot_honour_is_refused(trace_file, capsys, arguments, wanted) -> None:
@@ -165,7 +163,7 @@ def test_replay_does_as_the_cluster_that_is_deployed(trace_file, tmp_path, capsy
 def test_faults_and_role_changes_are_asked_for_on_the_command_line(trace_file, tmp_path, capsys) -> None:
     faults = tmp_path / "faults.jsonl"
     faults.write_text('{"at_s": 5, "node": "p0", "for_s": 10}\n')
-    command = [str(trace_file), "--nodes", "2P3D", "--fault", str(faults), "--flip-roles", "--json"]
+    command = [str(trace_file), "--nodes", "2P3D", "--fault", str(faults), "--follow-roles", "--json"]
     assert main(command) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["retries"] > 0

@@ -17,7 +17,14 @@ from conductor.placing.placement import RejectReason
 from conductor.placing.room_price import MOST, REMEMBERED, RISE
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view, require_placement
+from tests.conductor.builders import (
+    BLOCK_SIZE,
+    make_cost,
+    make_heartbeat,
+    make_request,
+    make_view,
+    require_placement,
+)
 
 COST = make_cost()
 PREDICT, EARLY = RejectPolicy.PREDICT, RejectPolicy.EARLY
@@ -146,12 +153,12 @@ def test_who_has_no_bound_or_is_asked_late_is_not_judged_by_steps():
 def busy_view(num_running):
     """One prefill and two decode nodes, on the first of which so many requests of 10 blocks decode."""
     view = make_view(1, 2)
-    view.set_draining(NodeId("d1"), 0.0)
+    view.heartbeat(NodeId("d1"), make_heartbeat(is_draining=True), 0.0)
     for number in range(num_running):
         request = make_request(f"b{number}")
         view.placed(request, placed(view, request), 0.0)
         view.prefill_done(request.request_id, 0.0)
-    view.set_draining(NodeId("d1"), 0.0, draining=False)
+    view.heartbeat(NodeId("d1"), make_heartbeat(), 0.0)
     return view
 
 

@@ -191,15 +191,6 @@ def test_heartbeat_does_not_begin_the_prefill_under_way_again() -> None:
     assert view.prefill_order.value(0) == 50.0
 
 
-def test_drain_that_the_conductor_asked_for_survives_the_nodes_heartbeat() -> None:
-    view = make_view(2, 1)
-    view.set_draining(NodeId("p0"), 0.0)
-    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 1.0)
-    assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
-    view.set_draining(NodeId("p0"), 2.0, False)
-    assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"
-
-
 def test_node_that_says_it_drains_gets_no_work_until_it_says_otherwise() -> None:
     view = make_view(2, 1)
     view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1, is_draining=True), 1.0)

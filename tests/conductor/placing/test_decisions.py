@@ -24,7 +24,7 @@ def history(seed, settings, num_requests=80):
     """Decisions of a small busy cluster, with corrections, fetches, drains and rejections."""
     rng = random.Random(seed)
     view, now_s, running, made = make_view(3, 3, COST), 0.0, [], []
-    if settings.decode_prefills:
+    if settings.roles_follow:
         for slot in range(3):
             view.prefill_order.set(slot, 20.0)
     for number in range(num_requests):
@@ -45,7 +45,8 @@ def history(seed, settings, num_requests=80):
             view.corrections.observe(node_id, term, 1.0, rng.uniform(0.5, 2.0))
             view.corrections.observe_added(node_id, rng.random() / 100)
         if rng.random() < 0.1:
-            view.set_draining(NodeId(f"p{rng.randrange(2)}"), now_s, rng.random() < 0.5)
+            name, drains = NodeId(f"p{rng.randrange(2)}"), rng.random() < 0.5
+            view.heartbeat(name, make_heartbeat(is_draining=drains), now_s)
         if rng.random() < 0.2:
             beat = make_heartbeat(num_queued_tokens=rng.randrange(50_000), num_context_tokens=9_000)
             view.heartbeat(NodeId(f"{rng.choice('pd')}0"), beat, now_s)
@@ -65,7 +66,7 @@ SETTINGS = [
     *(SchedulerSettings(reject=policy) for policy in RejectPolicy),
     SchedulerSettings(kvcache_balancing_threshold=1.5),
     SchedulerSettings(fetches=False),
-    SchedulerSettings(decode_prefills=True),
+    SchedulerSettings(roles_follow=True),
 ]
 
 
@@ -103,7 +104,7 @@ def test_a_decision_made_beside_another_conductors_sequences_is_the_same_where_a
 def test_histories_hold_fetches_and_both_kinds_of_rejection():
     results = [each.result for seed in range(4) for each in history(seed, SchedulerSettings())]
     assert any(isinstance(result, Placement) and result.source_node for result in results)
-    inline = SchedulerSettings(decode_prefills=True)
+    inline = SchedulerSettings(roles_follow=True)
     assert any(getattr(each.result, "is_inline", False) for each in history(0, inline))
     reasons = {result.reason for result in results if not isinstance(result, Placement)}
     assert reasons >= {RejectReason.TTFT, RejectReason.TBT}
@@ -190,7 +191,7 @@ def test_an_explanation_names_the_terms_the_choice_and_the_runner_up():
 
 @pytest.mark.parametrize("is_on", [False, True])
 def test_an_explanation_says_when_a_decode_node_would_have_computed_the_prompt(is_on):
-    settings = SchedulerSettings(decode_prefills=is_on)
+    settings = SchedulerSettings(roles_follow=is_on)
     view = make_view(1, 2, COST)
     view.prefill_order.set(0, 60.0)
     view.node(NodeId("d1")).reported_free_tokens = 0.0

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from base.request import NodeId, RequestId, Slo
 from base.step_budget import KEPT_MEAN, target_gap_s
-from conductor.placing.inline_prefill import CHUNK_SHARE, LEAST_SHARE
 from conductor.placing.placement import PlacementRequest
+from conductor.placing.prompt_share import CHUNK_SHARE, LEAST_SHARE
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view, require_placement
 
 COST = make_cost()
-INLINE = SchedulerSettings(RejectPolicy.NONE, decode_prefills=True)
+INLINE = SchedulerSettings(RejectPolicy.NONE, roles_follow=True)
 
 
 def short_request(tokens, name="short", slo=None):

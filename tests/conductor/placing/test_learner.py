@@ -11,7 +11,7 @@ from tests.conductor.builders import make_cost, make_request, make_view, require
 
 COST = make_cost()
 PLAIN = SchedulerSettings(RejectPolicy.NONE)
-INLINE = SchedulerSettings(RejectPolicy.NONE, decode_prefills=True)
+INLINE = SchedulerSettings(RejectPolicy.NONE, roles_follow=True)
 
 
 class Taught:

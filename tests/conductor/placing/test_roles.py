@@ -1,93 +1,145 @@
-"""Role changes: only where one pool lacks and the other can spare, one at a time, with patience."""
+"""Role changes: a node drifts to the more loaded pool where that is less loaded after, and only there."""
 
-from base.request import NodeId, Role
-from conductor.placing.roles import RoleAction, RoleController, RoleSettings, RoleStep
+import pytest
+
+from base.request import NodeId, Role, Slo
+from conductor.placing.roles import HOLD_S, STEP_S, RoleController
 from conductor.placing.scheduler import place
-from tests.conductor.builders import make_cost, make_info, make_request, make_view, require_placement
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from tests.conductor.builders import make_cost, make_heartbeat, make_request, make_view, require_placement
 
 COST = make_cost()
-SETTINGS = RoleSettings(ttft_target_s=2.0, tbt_target_s=0.1, hold_s=10.0, pause_s=60.0, smoothing_s=1.0)
+UNREFUSED = SchedulerSettings(RejectPolicy.NONE)
 
 
-def overload_prefill(view, count: int = 30) -> None:
+def prompts(view, count=30, now_s=0.0):
+    """Place `count` long prompts that decode next to nothing."""
     for number in range(count):
-        request = make_request(f"o{number}", blocks=20, first_block=100 * number, max_tokens=1)
-        view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+        request = make_request(f"p{now_s}-{number}", blocks=20, first_block=100 * number, max_tokens=1)
+        view.placed(request, require_placement(place(request, view, COST, now_s)), now_s)
 
 
-def actions(controller, view, until_s: int, start_s: int = 0):
+def sequences(view, count, tbt_s):
+    """Let `count` sequences decode, each with a bound on its mean gap."""
+    for number in range(count):
+        request = make_request(f"s{number}", 2, 1_000 * number, slo=Slo(tbt_slo_s=tbt_s))
+        placement = require_placement(place(request, view, COST, 0.0, UNREFUSED))
+        view.placed(request, placement, 0.0)
+        view.prefill_done(request.request_id, 0.0)
+
+
+def changes(controller, view, until_s, start_s=0):
+    """Step, and do at once what is decided; return (moment, role) of each change."""
     found = []
     for now_s in range(start_s, until_s):
-        action = controller.step(view, float(now_s))
-        if action is not None:
-            found.append((now_s, action))
+        change = controller.step(view, float(now_s))
+        if change is not None:
+            view.set_roles(change.node_id, frozenset({change.role}), float(now_s))
+            found.append((now_s, change.role))
     return found
 
 
-def test_decode_node_is_drained_and_changes_when_prefill_is_overloaded() -> None:
+def test_a_decode_node_prefers_prompts_within_seconds_when_those_pile_up():
     view = make_view(2, 4)
-    overload_prefill(view)
-    controller = RoleController(COST, SETTINGS)
-    ((at_s, action),) = actions(controller, view, 40)
-    assert at_s >= SETTINGS.hold_s
-    assert (action.step, action.role) == (RoleStep.DRAIN, Role.PREFILL)
-    view.set_draining(action.node_id, 40.0)
-    for number in range(30):
-        view.finished(make_request(f"o{number}").request_id, 40.0)
-    change = controller.step(view, 41.0)
-    assert change is not None
-    assert (change.step, change.node_id) == (RoleStep.CHANGE, action.node_id)
+    prompts(view)
+    found = changes(RoleController(COST), view, 6)
+    assert found
+    assert found[0][1] is Role.PREFILL
+    assert STEP_S + HOLD_S <= found[0][0] <= 4
+    assert view.prefill_mask.bit_count() > 2
 
 
-def test_short_overload_changes_nothing() -> None:
-    view = make_view(2, 4)
-    overload_prefill(view)
-    controller = RoleController(COST, SETTINGS)
-    assert not actions(controller, view, 8)
-    for number in range(30):
-        view.finished(make_request(f"o{number}").request_id, 8.0)
-    assert not actions(controller, view, 60, start_s=8)
+def test_a_prefill_node_prefers_to_decode_when_steps_come_near_their_bounds():
+    view = make_view(4, 2)
+    sequences(view, 40, 1.05 * COST.decode_step_s(20, 20 * 1_200))
+    found = changes(RoleController(COST), view, 6)
+    assert found
+    assert found[0][1] is Role.DECODE
 
 
-def test_last_node_of_a_pool_stays() -> None:
-    view = make_view(2, 1)
-    overload_prefill(view)
-    assert not actions(RoleController(COST, SETTINGS), view, 60)
-
-
-def test_idle_cluster_stays_as_it_is() -> None:
-    assert not actions(RoleController(COST, SETTINGS), make_view(3, 3), 100)
-
-
-def test_node_that_dies_while_draining_ends_the_change() -> None:
-    view = make_view(2, 4)
-    overload_prefill(view)
-    controller = RoleController(COST, SETTINGS)
-    ((_, action),) = actions(controller, view, 30)
-    view.remove_node(NodeId(action.node_id))
-    assert controller.step(view, 31.0) is None
-    # and another may begin
-    assert actions(controller, view, 80, start_s=32)
-
-
-def test_node_that_attaches_again_while_draining_ends_the_change() -> None:
-    view = make_view(2, 4)
-    overload_prefill(view)
-    controller = RoleController(COST, SETTINGS)
-    ((_, action),) = actions(controller, view, 30)
-    view.add_node(make_info(action.node_id, Role.DECODE, epoch=2), 30.0)
-    assert controller.step(view, 31.0) is None
-    (_, again), *_ = actions(controller, view, 80, start_s=32)
-    assert again.step is RoleStep.DRAIN
-
-
-def test_node_whose_pool_is_lost_while_it_drains_stays_what_it_is() -> None:
+def test_a_change_drains_nothing_and_forgets_no_work():
     view = make_view(2, 2)
-    overload_prefill(view)
-    controller = RoleController(COST, SETTINGS)
-    ((_, drain),) = actions(controller, view, 30)
-    view.set_draining(drain.node_id, 30.0)
-    (other,) = [node.info.node_id for node in view.nodes() if view.decode_mask >> node.slot & 1]
-    view.remove_node(other)
-    change = controller.step(view, 31.0)
-    assert change == RoleAction(RoleStep.CHANGE, drain.node_id, Role.DECODE)
+    sequences(view, 8, 10.0)
+    prompts(view)
+    work = {node.info.node_id: (node.decode_sequences, node.queued_s) for node in view.nodes()}
+    assert changes(RoleController(COST), view, 8)
+    assert {node.info.node_id: (node.decode_sequences, node.queued_s) for node in view.nodes()} == work
+    assert view.lent_mask, "what decodes on a node that now prefers prompts is in their prediction"
+    for number in range(8):
+        view.finished(make_request(f"s{number}").request_id, 9.0, 5)
+    for number in range(30):
+        view.finished(make_request(f"p0.0-{number}").request_id, 9.0)
+    assert {(node.decode_sequences, node.queued_s, node.peak_tokens) for node in view.nodes()} == {
+        (0, 0.0, 0.0)
+    }
+    assert not view.lent_mask
+
+
+def test_a_short_burst_changes_nothing():
+    view = make_view(2, 4)
+    controller = RoleController(COST)
+    prompts(view, count=30)
+    assert not changes(controller, view, 1)
+    for number in range(30):
+        view.finished(make_request(f"p0.0-{number}").request_id, 1.0)
+    assert not changes(controller, view, 60, start_s=40)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_the_last_node_of_a_role_stays(sizes):
+    view = make_view(*sizes)
+    prompts(view)
+    assert not changes(RoleController(COST), view, 60)
+
+
+def test_an_idle_cluster_stays_as_it_is():
+    assert not changes(RoleController(COST), make_view(3, 3), 100)
+
+
+def test_what_was_changed_is_not_changed_back_under_the_same_load():
+    view = make_view(2, 6)
+    controller = RoleController(COST)
+    found = []
+    for second in range(40):
+        prompts(view, 3, float(second))
+        found += changes(controller, view, second + 1, start_s=second)
+    assert found
+    assert {role for _, role in found} == {Role.PREFILL}
+    assert len(found) <= 5
+
+
+def test_nodes_of_both_roles_are_left_alone():
+    view = make_view(1, 1)
+    for node in view.nodes():
+        view.set_roles(node.info.node_id, frozenset(Role), 0.0)
+    prompts(view)
+    assert not changes(RoleController(COST), view, 30)
+
+
+def test_a_node_that_dies_before_it_has_changed_is_not_waited_for():
+    view = make_view(2, 4)
+    prompts(view)
+    controller = RoleController(COST)
+    first = next(change for now_s in range(30) if (change := controller.step(view, float(now_s))))
+    view.remove_node(NodeId(first.node_id))
+    second = next(change for now_s in range(30, 60) if (change := controller.step(view, float(now_s))))
+    assert second.node_id != first.node_id
+
+
+def test_a_role_whose_last_node_died_is_given_to_another():
+    view = make_view(1, 2)
+    view.remove_node(NodeId("p0"))
+    assert changes(RoleController(COST), view, 5) == [(1, Role.PREFILL)]
+    view = make_view(1, 1)
+    view.remove_node(NodeId("p0"))
+    assert not changes(RoleController(COST), view, 5)
+
+
+def test_another_conductors_sequences_on_a_prefill_node_are_counted():
+    view = make_view(1, 1)
+    beat = make_heartbeat(num_running=5, num_step_rows=3, num_context_tokens=900)
+    view.heartbeat(NodeId("p0"), beat, 1.0)
+    node = view.node(NodeId("p0"))
+    assert (node.decode_sequences, view.lent_mask) == (3, 1 << node.slot)
+    view.heartbeat(NodeId("p0"), make_heartbeat(), 2.0)
+    assert (node.decode_sequences, view.lent_mask) == (0, 0)

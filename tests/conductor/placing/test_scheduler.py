@@ -156,8 +156,8 @@ def test_draining_removed_and_wrong_role_nodes_are_never_chosen(seed: int) -> No
     view, _ = random_cluster(rng)
     gone, draining = rng.sample(["p0", "p1", "p2", "p3", "p4", "p5"], 2)
     view.remove_node(NodeId(gone))
-    view.set_draining(NodeId(draining), 0.0)
-    view.set_draining(NodeId("d0"), 0.0)
+    for name in (draining, "d0"):
+        view.heartbeat(NodeId(name), make_heartbeat(is_draining=True), 0.0)
     for number in range(10):
         placement = require_placement(place(make_request(f"r{number}", blocks=12), view, COST, 0.0))
         assert placement.prefill_node not in (gone, draining)

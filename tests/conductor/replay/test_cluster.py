@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from math import inf
 
 import pytest
 
@@ -9,8 +10,8 @@ from base.errors import ConfigError
 from base.request import NodeId, Slo
 from bench.papers.peers import RULES, peer_policy
 from conductor.placing.cost_model import CostModel
-from conductor.placing.roles import RoleSettings
-from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.placing.roles import RoleController
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
@@ -215,18 +216,47 @@ def test_fault_of_an_unknown_node_is_refused() -> None:
         run(small_trace(10), "1P1D", faults=(NodeFault(1.0, NodeId("p9")),))
 
 
+FOLLOW = SchedulerSettings(reject=RejectPolicy.NONE, roles_follow=True)
+
+
+def first_change_s(trace: Trace, nodes: str) -> tuple[float, str]:
+    """Return when the first node changes its role, and its name."""
+    changed: list[tuple[float, str]] = []
+
+    class Watched(RoleController):
+        def step(self, view, now_s, waiting_s=0.0):
+            change = super().step(view, now_s, waiting_s)
+            if change is not None:
+                changed.append((now_s, change.node_id))
+            return change
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conductor.replay.cluster.RoleController", Watched)
+        run(trace, nodes, settings=FOLLOW)
+    return changed[0]
+
+
 def test_nodes_change_roles_where_one_pool_is_overloaded_and_no_request_is_lost() -> None:
     trace = small_trace(900)
     fixed = run(trace, "2P6D")
-    flexible = run(trace, "2P6D", roles=RoleSettings(ttft_target_s=5.0, tbt_target_s=0.1))
-    check_ends(flexible, 900)
-    assert flexible.outcomes.role_changes >= 1
-    assert sum(flexible.outcomes.ttft_s) < 0.7 * sum(fixed.outcomes.ttft_s)
+    following = run(trace, "2P6D", settings=FOLLOW)
+    check_ends(following, 900)
+    assert following.outcomes.role_changes >= 1
+    assert sum(following.outcomes.ttft_s) < 0.7 * sum(fixed.outcomes.ttft_s)
 
 
 def test_roles_stay_where_load_is_even() -> None:
-    roles = RoleSettings(ttft_target_s=5.0, tbt_target_s=0.1)
-    assert run(small_trace(), "12P8D", roles=roles).outcomes.role_changes == 0
+    assert run(small_trace(), "12P8D", settings=FOLLOW).outcomes.role_changes == 0
+
+
+@pytest.mark.parametrize("after_s", [-0.5, 0.0, 0.01, 0.2, 1.0, 5.0])
+def test_a_node_that_dies_at_any_moment_of_its_change_costs_no_request(after_s: float) -> None:
+    trace = small_trace(900)
+    at_s, name = first_change_s(trace, "2P6D")
+    for for_s in (3.0, inf):
+        fault = NodeFault(at_s + after_s, NodeId(name), for_s)
+        hurt = run(trace, "2P6D", settings=FOLLOW, faults=(fault,))
+        check_ends(hurt, 900)
 
 
 def test_next_turn_waits_for_the_answer_and_then_as_long_as_its_user() -> None:

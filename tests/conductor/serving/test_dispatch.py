@@ -72,7 +72,7 @@ async def test_where_every_node_refuses_the_client_is_told():
 
 
 async def test_a_short_prompt_may_be_computed_by_the_node_that_decodes_it():
-    async with conductor(decode_prefills=True) as running:
+    async with conductor(roles_follow=True) as running:
         prefill, decode = ScriptedWork(), ScriptedWork()
         await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
         await running.attach(decode, node_id="d", roles=[Role.DECODE])

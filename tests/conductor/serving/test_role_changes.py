@@ -1,17 +1,15 @@
-"""A node changes its role under load, in virtual time, and no request is lost."""
+"""Nodes change roles under load, in virtual time: no drain, no request lost, whatever a node is at."""
 
 import asyncio
 import random
 
 from base.request import Request, RequestId, Role, SamplingParams, StopParams
 from bench.overload import CAPACITY
-from conductor.placing.roles import RoleSettings
 from conductor.placing.scheduler_settings import SchedulerSettings
 from tests.conductor.stub_cluster import cluster
 from tests.conductor.virtual_loop import run
 
-SETTINGS = SchedulerSettings(ahead_s=0.2)
-ROLES = RoleSettings(ttft_target_s=0.3, tbt_target_s=0.05, hold_s=4.0, pause_s=8.0, smoothing_s=2.0)
+FOLLOW = SchedulerSettings(ahead_s=0.2, roles_follow=True)
 
 
 async def tokens_of(dispatcher, name, prompt, max_tokens):
@@ -19,24 +17,39 @@ async def tokens_of(dispatcher, name, prompt, max_tokens):
     return sum([len(piece.tokens) async for piece in dispatcher.generate(request)])
 
 
-def test_a_decode_node_prefills_when_prompts_pile_up_and_no_request_is_lost():
+def served(settings, num_requests, rate, prompt_tokens, max_tokens, num_prefill=1, num_decode=3):
+    """Return the sizes of the pools at each arrival, the tokens of each answer, and the nodes' roles."""
+
     async def scenario(clock):
         rng = random.Random(2)
         seen = []
-        async with cluster(clock, SETTINGS, 1, 3, ROLES) as (dispatcher, view), asyncio.TaskGroup() as group:
+        nodes = cluster(clock, settings, num_prefill, num_decode)
+        async with nodes as (dispatcher, view), asyncio.TaskGroup() as group:
             tasks = []
-            for number in range(500):
-                await asyncio.sleep(rng.expovariate(CAPACITY * 0.75))
-                prompt = tuple(rng.randrange(9_000) for _ in range(200))
-                tasks.append(group.create_task(tokens_of(dispatcher, f"r{number}", prompt, 8)))
+            for number in range(num_requests):
+                await asyncio.sleep(rng.expovariate(rate))
+                prompt = tuple(rng.randrange(9_000) for _ in range(prompt_tokens))
+                tasks.append(group.create_task(tokens_of(dispatcher, f"r{number}", prompt, max_tokens)))
                 seen.append((view.prefill_mask.bit_count(), view.decode_mask.bit_count()))
             counts = await asyncio.gather(*tasks)
             roles = [node.info.roles for node in view.nodes()]
         return seen, counts, roles
 
-    seen, counts, roles = run(scenario)
+    return run(scenario)
+
+
+def test_decode_nodes_prefer_prompts_when_those_pile_up_and_no_request_is_lost():
+    seen, counts, roles = served(FOLLOW, 600, CAPACITY * 1.2, 200, 8)
     assert seen[0] == (1, 3)
-    assert (1, 2) in seen, "the node was not drained first"
+    assert {sum(sizes) for sizes in seen} == {4}, "a node was drained"
     assert roles.count(frozenset({Role.PREFILL})) >= 2
     assert frozenset({Role.DECODE}) in roles
-    assert counts == [8] * 500
+    assert counts == [8] * 600
+
+
+def test_roles_stay_where_load_is_even_and_where_they_are_fixed():
+    seen, counts, _ = served(FOLLOW, 60, CAPACITY * 0.1, 200, 8, 2, 2)
+    assert (set(seen), counts) == ({(2, 2)}, [8] * 60)
+    fixed = FOLLOW.__class__(ahead_s=0.2)
+    seen, counts, _ = served(fixed, 300, CAPACITY * 0.75, 200, 8)
+    assert (set(seen), counts) == ({(1, 3)}, [8] * 300)

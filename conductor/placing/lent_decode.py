@@ -1,0 +1,111 @@
+"""Lent decode: when a prefill node decodes, for want of room or time in the decode pool, or to spare copies.
+
+* A sequence that joins a full decode node makes every other one there late. A prefill node takes it instead,
+  if prefill nodes have time. Of those the first that decodes already, so that few have their steps bounded;
+  else the one that computes the prompt, whose KV then goes nowhere.
+* Where caches are full and what they evict comes back (`copy_price.py`), a prompt that is handed over is
+  stored twice and evicts as much of others. Then the node that computes it keeps it, if a step of decoding
+  costs less than that: so a chat stays on one node.
+
+Either only where its step then keeps the bounds of all who decode on it. What that takes from the node's
+prompts is predicted (`prompt_share.py`), and so those go to other nodes.
+
+Pure, as `scheduler.place` is, which asks it.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from base.step_budget import KEPT_MEAN, target_gap_s
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.load_order import bits_of
+from conductor.placing.node_state import NodeState
+from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.placing.prefill_policies import copy_s
+
+QUEUE_S = 2.0
+"""A queue of so many seconds takes all of a prefill node's time."""
+
+SPARE_FROM = 0.7
+"""Prefill nodes that have less to do than so much of their time have some for sequences."""
+
+MAX_LENDERS = 8
+"""Prefill nodes that are looked at."""
+
+
+def lent_node(
+    request: PlacementRequest,
+    found: Placement | Rejection,
+    computing: NodeState,
+    needed: float,
+    view: ClusterView,
+    cost: CostModel,
+    now_s: float,
+) -> NodeState | None:
+    """Return the prefill node that is to decode a request; None: it stays as it was found.
+
+    Args:
+        found: What the pools of both roles come to.
+        computing: The prefill node that is to compute the prompt.
+        needed: Tokens of KV at the sequence's end.
+    """
+    if _is_short(request, found, view, cost):
+        return _lender(request, computing, needed, view, cost) if _has_time(view, now_s) else None
+    if not isinstance(found, Placement) or found.is_inline or found.prefill_node == found.decode_node:
+        return None
+    moved = len(request.chain) - found.decode_matched_blocks
+    stored_s = moved * copy_s(view) * view.node(found.decode_node).evict_share
+    is_dear = stored_s > cost.decode_step_s(computing.decode_sequences + 1, computing.decode_context_tokens)
+    return computing if is_dear and _bears(request, computing, needed, view, cost) else None
+
+
+def bearable_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:
+    """Return how long a step without prompts may be on a node, once a request decodes there."""
+    _, mean_s, longest_s = request.slo
+    bound_s = min(mean_s, longest_s, node.tightest_tbt_s)
+    if bound_s == inf:
+        return target_gap_s(cost.decode_step_s(1, request.num_tokens))
+    return KEPT_MEAN * bound_s
+
+
+def _is_short(
+    request: PlacementRequest, found: Placement | Rejection, view: ClusterView, cost: CostModel
+) -> bool:
+    """Return whether the decode pool has no room for a request, or its steps are past a bound with it."""
+    if isinstance(found, Rejection):
+        return found.reason in (RejectReason.NO_FREE_BLOCKS, RejectReason.TBT)
+    return found.predicted_tbt_s > bearable_s(request, view.node(found.decode_node), cost)
+
+
+def _has_time(view: ClusterView, now_s: float) -> bool:
+    """Return whether prefill nodes can do what comes without one that has its steps bounded."""
+    members = view.prefill_mask
+    slot = view.prefill_order.least(members)
+    if slot is None:
+        return False
+    queue_s = max(0.0, view.prefill_order.value(slot) - now_s)
+    return view.prefill_demand.at(now_s) / members.bit_count() + queue_s / QUEUE_S < SPARE_FROM
+
+
+def _lender(
+    request: PlacementRequest, computing: NodeState, needed: float, view: ClusterView, cost: CostModel
+) -> NodeState | None:
+    nodes = [view.node_at(slot) for slot in bits_of(view.lent_mask, MAX_LENDERS)]
+    if computing not in nodes:
+        nodes.append(computing)
+    return next((node for node in nodes if _bears(request, node, needed, view, cost)), None)
+
+
+def _bears(
+    request: PlacementRequest, node: NodeState, needed: float, view: ClusterView, cost: CostModel
+) -> bool:
+    """Return whether a prefill node has room for a request, and a step that keeps the bounds of all."""
+    is_member = view.prefill_mask & ~view.decode_mask & 1 << node.slot
+    if not is_member or node.free_tokens < needed or node.info.node_id in request.avoid:
+        return False
+    context_tokens = node.decode_context_tokens + request.num_tokens
+    step_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens)
+    step_s *= view.corrections.ratio(node.info.node_id, "decode")
+    return step_s <= bearable_s(request, node, cost)

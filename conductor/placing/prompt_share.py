@@ -1,0 +1,40 @@
+"""The share of a node's time that prompts have beside what decodes there."""
+
+from __future__ import annotations
+
+from math import inf
+
+from base.step_budget import KEPT_MEAN, WELL_WORTHWHILE, target_gap_s
+from conductor.placing.cost_model import CostModel
+from conductor.placing.node_state import NodeState
+
+MOST_LOAD = 0.95
+
+# Of a node's time, for prompts: with less a prompt is not begun.
+LEAST_SHARE = 0.02
+
+# Of the time that prompts have: the rest is what steps take for any chunk, however short.
+CHUNK_SHARE = WELL_WORTHWHILE / (WELL_WORTHWHILE + 1)
+
+
+def prompt_share(node: NodeState, step_s: float) -> float:
+    """Return the share of a node's time that a prompt has beside what decodes there; not more than 0: none.
+
+    `step_s`: predicted seconds of a step without prompts.
+    """
+    if not node.running_sequences:
+        return 1.0
+    bound_s = node.tightest_tbt_s
+    length_s = target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
+    return CHUNK_SHARE * (length_s - step_s) / length_s
+
+
+def decode_load(node: NodeState, cost: CostModel) -> float:
+    """Return what a node decodes, as a share of what the bounds of that and its blocks allow."""
+    idle_s = cost.decode_step_s(0, 0)
+    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
+    bound_s = KEPT_MEAN * node.tightest_tbt_s
+    if bound_s == inf or bound_s <= idle_s:
+        bound_s = target_gap_s(idle_s)
+    blocks = node.running_context_tokens / max(1, node.capacity_tokens)
+    return max((step_s - idle_s) / (bound_s - idle_s), blocks)

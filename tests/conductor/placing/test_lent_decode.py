@@ -1,0 +1,110 @@
+"""When a prefill node decodes: for want of room or time in the decode pool, or to spare copies."""
+
+import pytest
+
+from base.request import NodeId, RequestId, Slo
+from conductor.placing.placement import Rejection
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from tests.conductor.builders import (
+    BLOCK_SIZE,
+    make_cost,
+    make_heartbeat,
+    make_request,
+    make_view,
+    require_placement,
+)
+
+COST = make_cost()
+FOLLOW = SchedulerSettings(RejectPolicy.NONE, roles_follow=True)
+FIXED = SchedulerSettings(RejectPolicy.NONE)
+
+
+def placed(view, request, settings=FOLLOW, now_s=0.0):
+    placement = require_placement(place(request, view, COST, now_s, settings))
+    view.placed(request, placement, now_s)
+    return placement
+
+
+def without_inline(view):
+    """Let decode nodes be so slow at prompts that they compute none."""
+    for node in view.nodes():
+        if node.info.node_id.startswith("d"):
+            view.corrections.restore(node.info.node_id, "prefill", 1e6)
+    return view
+
+
+def full_decode(view):
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=0), 0.0)
+    return view
+
+
+def test_a_prefill_node_decodes_where_the_decode_pool_has_no_room():
+    view = full_decode(make_view(1, 1))
+    request = make_request()
+    assert isinstance(place(request, view, COST, 0.0, FIXED), Rejection)
+    placement = placed(view, request)
+    assert (placement.prefill_node, placement.decode_node) == ("p0", "p0")
+    assert placement.handoff_s == 0.0
+    assert view.lent_mask == 1
+
+
+def test_a_prefill_node_decodes_where_a_step_would_be_past_its_bound():
+    view = without_inline(make_view(1, 1))
+    bound = Slo(tbt_slo_s=1.02 * COST.decode_step_s(3, 3 * 10 * BLOCK_SIZE) / 0.95)
+    where = []
+    for number in range(6):
+        request = make_request(f"r{number}", first_block=100 * number, slo=bound)
+        where.append(placed(view, request, now_s=10.0 * number).decode_node)
+        view.prefill_done(request.request_id, 10.0 * number + 5.0)
+    assert where[0] == "d0"
+    assert "p0" in where
+
+
+def test_prefill_nodes_with_enough_to_do_lend_nothing():
+    view = full_decode(make_view(1, 1))
+    view.prefill_order.set(0, 60.0)
+    assert isinstance(place(make_request(), view, COST, 0.0, FOLLOW), Rejection)
+
+
+def test_what_decodes_on_a_prefill_node_slows_its_prompts_in_the_prediction():
+    view = full_decode(make_view(1, 1))
+    alone = COST.prefill_s(10 * view.block_size, 0)
+    first = placed(view, make_request("a"))
+    view.prefill_done(RequestId("a"), 1.0)
+    second = require_placement(place(make_request("b", first_block=500), view, COST, 1.0, FOLLOW))
+    assert first.prefill_s == pytest.approx(alone)
+    assert second.prefill_s == pytest.approx(alone / second.prompt_share)
+    assert 0 < second.prompt_share < 1
+    view.finished(RequestId("a"), 2.0, 5)
+    assert view.lent_mask == 0
+
+
+def test_few_prefill_nodes_lend_so_that_others_have_all_their_time():
+    view = full_decode(make_view(3, 1))
+    for number in range(4):
+        placed(view, make_request(f"r{number}", first_block=100 * number, max_tokens=300))
+        view.prefill_done(RequestId(f"r{number}"), 0.0)
+    assert view.lent_mask.bit_count() == 1
+
+
+def test_a_node_that_failed_the_request_lends_nothing_to_it():
+    view = full_decode(make_view(1, 1))
+    request = make_request()._replace(avoid=(NodeId("p0"),))
+    assert isinstance(place(request, view, COST, 0.0, FOLLOW), Rejection)
+
+
+def test_what_would_be_stored_twice_in_full_caches_stays_where_it_is_computed():
+    view = without_inline(make_view(1, 1))
+    request = make_request(blocks=20)
+    assert require_placement(place(request, view, COST, 0.0, FOLLOW)).decode_node == "d0"
+    view.copy_price.restore(0.1)
+    view.node(NodeId("d0")).evict_share = 1.0
+    assert require_placement(place(request, view, COST, 0.0, FOLLOW)).decode_node == "p0"
+    assert require_placement(place(request, view, COST, 0.0, FIXED)).decode_node == "d0"
+
+
+def test_a_prompt_of_which_a_vector_is_wanted_is_lent_nothing():
+    view = full_decode(make_view(1, 1))
+    placement = require_placement(place(make_request(max_tokens=0), view, COST, 0.0, FOLLOW))
+    assert placement.decode_node == placement.prefill_node == "p0"
