@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from base.config import SchedulerConfig
 from base.request import Slo
 from bench.goodput import copy_of, goodput, load_at
 from bench.shapes import Shape, parse_shape
 from bench.workload import trace_at
 from conductor.placing.cost_model import CostModel
+from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.profile import Profile
-from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
@@ -79,7 +80,7 @@ def replayed(
         counts_gaps=True,
     )
     if slo is not None:
-        options = replace(options, slo=slo, settings=SchedulerSettings())
+        options = replace(options, slo=slo, settings=scheduler_settings(SchedulerConfig(roles="fixed")))
     if follows_load:
         options = replace(options, settings=replace(options.settings, roles_follow=True))
     return simulate(Plan(trace, CostModel(profile), options)).outcomes
