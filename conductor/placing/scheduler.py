@@ -151,6 +151,8 @@ class Turn(Enum):
     """Not now: it waits, whatever placement says."""
     LATER_IF_PROMISING = "later if promising"
     """Not now, unless it has to be refused or a decode node computes it."""
+    LATER_UNLESS_INLINE = "later unless inline"
+    """Not now, unless a decode node computes it: who names no bound is not refused for want of room."""
 
 
 def turn_of(
@@ -169,7 +171,9 @@ def turn_of(
         return Turn.LATER
     if not ahead_s and (settings.ahead_s == inf or not must_wait(view, settings, now_s)):
         return Turn.NOW
-    return Turn.LATER if slo == UNBOUNDED and not settings.roles_follow else Turn.LATER_IF_PROMISING
+    if slo != UNBOUNDED:
+        return Turn.LATER_IF_PROMISING
+    return Turn.LATER_UNLESS_INLINE if settings.roles_follow else Turn.LATER
 
 
 def is_final(result: Placement | Rejection, turn: Turn, has_begun: bool) -> bool:
@@ -178,7 +182,7 @@ def is_final(result: Placement | Rejection, turn: Turn, has_begun: bool) -> bool
     A request that has begun is not rejected: it waits, before all others, for what may come.
     """
     if isinstance(result, Rejection):
-        return not has_begun
+        return not has_begun and turn is not Turn.LATER_UNLESS_INLINE
     return turn is Turn.NOW or result.is_inline
 
 
