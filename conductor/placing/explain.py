@@ -119,6 +119,8 @@ class Decisions:
         """
         for prefix in ANSWER_PREFIXES:
             name = name.removeprefix(prefix)
+        if not name:
+            return None
         starts = (f"{name}-", f"{name}.")
         known = self._running | self._kept
         for notable in self._notable.values():

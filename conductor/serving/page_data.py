@@ -126,7 +126,7 @@ class PageData:
         return named(rest) if named else None
 
     def _rows(self, ring: Ring, row: str) -> dict[str, Any] | None:
-        if row and not (row.isdecimal() and len(row) < 16):
+        if row and not _is_number(row):
             return None
         return {**self._state(), **ring.to_json(int(row or 0))}
 
@@ -136,7 +136,7 @@ class PageData:
 
     def _at(self, moment: str) -> dict[str, Any] | None:
         """Return what each node's history says of a moment; nodes that were not there then are left out."""
-        if not (moment.isdecimal() and len(moment) < 16):
+        if not _is_number(moment):
             return None
         history, at_s = self._history, int(moment)
         is_of_hour = at_s >= history.now_s - HOUR_S
@@ -217,6 +217,10 @@ class PageData:
         terms = (term for term, seconds in (("prefill", queue_s), ("decode", step_s)) if isfinite(seconds))
         pace = max((self._view.corrections.ratio(info.node_id, term) for term in terms), default=nan)
         return [*row, _known(queue_s + line_s), _known(step_s), session.num_requests, _known(pace)]
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 16
 
 
 def _known(seconds: float) -> float | None:

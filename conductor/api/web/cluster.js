@@ -5,7 +5,7 @@
 // squares, grouped. Either way each is a link. The flows are curves from node to node, drawn above the picture and spoken
 // of in the table below it (`flows.js`).
 
-import { age, bar, bytes, chart, clock, count, element, empty, known, KV, momentAt, morph, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
+import { age, bar, bytes, chart, clock, count, counted, element, empty, known, KV, momentAt, morph, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { columns as unpacked, page, seldom } from "./data.js";
 import { flow, flowing } from "./flows.js";
 
@@ -127,7 +127,7 @@ export function bottlenecks(fullest) {
 export function made(node) {
   if (!node.step_budget) return "";
   if (!node.step_rows && !node.step_prompt_tokens) return "no step now";
-  return `${count(node.step_rows)} ${node.step_rows === 1 ? "row" : "rows"} + ${count(node.step_prompt_tokens)} of ${count(node.step_budget)} tokens`;
+  return `${counted(node.step_rows, "row")} + ${count(node.step_prompt_tokens)} of ${counted(node.step_budget, "token")}`;
 }
 
 function fullestOf(nodes, limits, many) {
@@ -150,7 +150,7 @@ const level = (node, limits) => {
 const LEVELS = [["calm", "under 30 %"], ["some", "30 to 60 %"], ["busy", "60 to 90 %"], ["full", "90 % and more of a budget"], ["draining", "draining"]];
 
 function spoken(node, limits) {
-  const parts = [`${count(node.running)} running`, made(node) && `last step ${made(node)}`, node.queued_tokens !== undefined && `${count(node.queued_tokens)} prompt tokens queued`];
+  const parts = [`${count(node.running)} running`, made(node) && `last step ${made(node)}`, node.queued_tokens !== undefined && `${counted(node.queued_tokens, "prompt token")} queued`];
   if (node.queue_s !== null) parts.push(`queue ${seconds(node.queue_s)}`);
   if (node.step_s !== null) parts.push(`step ${seconds(node.step_s)}`);
   return `${node.id} on ${node.host}: ${parts.filter(Boolean).join(", ")}, KV held ${percent(held(node))}${node.draining ? ", draining" : ""}${level(node, limits) === "full" ? ", full" : ""}`;
@@ -161,12 +161,12 @@ function card(node, limits, first) {
   const tight = budgets(node, limits)[0], cached = node.blocks && known(node.cached) ? `, cached ${percent(Math.max(0, node.cached - node.held) / node.blocks)}` : "";
   return element("a", { href, class: `node card ${level(node, limits)}`, "data-key": node.id, "data-node": node.id, tabindex: tab },
     element("b", {}, node.id),
-    element("span", { class: "what" }, node.queue_s === null ? "" : `queue ${seconds(node.queue_s)}${node.queued_tokens === undefined ? "" : `, ${count(node.queued_tokens)} tokens`}`),
+    element("span", { class: "what" }, node.queue_s === null ? "" : `queue ${seconds(node.queue_s)}${node.queued_tokens === undefined ? "" : `, ${counted(node.queued_tokens, "token")}`}`),
     element("span", { class: "what" }, node.step_s !== null ? `${count(node.running)} running, step ${seconds(node.step_s)}` : node.roles ? `${count(node.running)} running` : "keeps blocks"),
     element("span", { class: "what" }, made(node)),
     element("span", { class: "what" }, held(node) === null ? "" : `KV held ${percent(held(node))}${cached}`),
     tight ? bar([[tight.share, level(node, limits)]]) : null,
-    element("span", { class: "what small" }, node.draining ? "draining" : tight ? `tightest: ${BUDGETS[tight.name]}, ${percent(tight.share)}` : `${count(node.held)} of ${count(node.blocks)} blocks`));
+    element("span", { class: "what small" }, node.draining ? "draining" : tight ? `tightest: ${BUDGETS[tight.name]}, ${percent(tight.share)}` : `${count(node.held)} of ${counted(node.blocks, "block")}`));
 }
 
 function square(node, limits, first) {

@@ -38,6 +38,9 @@ export function count(value) {
   return NUMBERS.format(Math.abs(value) >= 1000 ? Math.round(value) : value.toPrecision(3));
 }
 
+// A number of things, as "1 token" and "2 tokens".
+export const counted = (value, thing) => `${count(value)} ${thing}${value === 1 ? "" : "s"}`;
+
 export function bytes(value) {
   if (!known(value)) return NOTHING;
   const power = value >= 1 ? Math.min(4, Math.floor(Math.log10(value) / 3)) : 0;

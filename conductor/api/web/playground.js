@@ -1,7 +1,7 @@
 // The playground: a chat with the model that is served, with tools if one likes; each answer says how soon it came,
 // how much of its prompt was found in the cache, and where its time went.
 
-import { count, element, empty, morph, percent, seconds } from "./draw.js";
+import { count, counted, element, empty, morph, percent, seconds } from "./draw.js";
 import { ask, headers, Refused } from "./data.js";
 
 const EXAMPLE = [{ type: "function", function: { name: "weather", description: "The weather of a town", parameters: { type: "object", properties: { town: { type: "string" } }, required: ["town"] } } }];
@@ -41,7 +41,7 @@ export function told(answer) {
   const { usage, firstMs, lastMs } = answer, cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
   const parts = [];
   if (firstMs !== undefined) parts.push(`first token after ${seconds(firstMs / 1e3)}`);
-  if (usage) parts.push(`${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens hit (${percent(usage.prompt_tokens ? cached / usage.prompt_tokens : 0)})`, `${count(usage.completion_tokens)} new tokens`);
+  if (usage) parts.push(`${count(cached)} of ${counted(usage.prompt_tokens, "prompt token")} hit (${percent(usage.prompt_tokens ? cached / usage.prompt_tokens : 0)})`, counted(usage.completion_tokens, "new token"));
   if (usage?.completion_tokens > 1 && lastMs > firstMs) parts.push(`${count((usage.completion_tokens - 1) / ((lastMs - firstMs) / 1e3))} a second`);
   if (answer.finish && answer.finish !== "stop") parts.push(`ended: ${answer.finish}`);
   return parts.join(" · ");

@@ -1,7 +1,7 @@
 // Replays: a trace that is dropped here, or the traffic of the last hour, on nodes of one's choice, as `conductor replay`
 // simulates them. The answers are that command's reports and pages; charts are taken over from its page.
 
-import { bar, count, element, empty, P99, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
+import { bar, count, counted, element, empty, P99, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { ask } from "./data.js";
 import { now, slower } from "./cluster.js";
 
@@ -93,7 +93,7 @@ function outcome(which, called = {}, slow = "") {
     element("p", { class: "sentence", role: "status" }, verdict(runs, called, was) || `${percent(share(runs[0]))} would have been served within their bounds.`),
     was ? element("p", { class: "note" }, errorOf(was, runs[0])) : null,
     was && slow ? element("p", { class: "note" }, `${slow} The replay has ${Object.keys(runs[0].slow_nodes).length ? "it as slow" : "all nodes as fast as their profile says"}.`) : null,
-    element("p", { class: "note" }, `${count(about.requests)} requests over ${seconds(about.span_s)}, blocks of ${about.block_size} tokens.`, was?.failed ? ` ${count(was.failed)} of them failed, or their clients left.` : ""),
+    element("p", { class: "note" }, `${counted(about.requests, "request")} over ${seconds(about.span_s)}, blocks of ${about.block_size} tokens.`, was?.failed ? ` ${count(was.failed)} of them failed, or their clients left.` : ""),
     table(was ? "What was, and what would have been" : "In virtual time", COLUMNS, [
       ...(was ? [reported("measured", "what really was", was, about, { "data-key": "measured", class: "chosen" })] : []),
       ...runs.map(({ nodes, report }) => reported(nodes, `${called[nodes] ?? ""}${was ? `${called[nodes] ? ", " : ""}replayed` : ""}`, report, about, { "data-key": nodes }))]),
@@ -162,7 +162,7 @@ export const replay = {
       const stream = file.name.endsWith(".gz") ? file.stream().pipeThrough(new DecompressionStream("gzip")) : file.stream();
       const whole = await new Response(stream).text(), { text, lines } = fitting(whole, most - MARGIN_BYTES);
       dropped = lines ? { name: file.name, text } : null;
-      named.textContent = text === whole ? `${file.name}: ${count(lines)} lines` : lines ? `${file.name}: its first ${count(lines)} lines, as many as one call may have (server.max_body_mib). conductor replay takes all` : `${file.name}: its first line is longer than a call may be. conductor replay takes it`;
+      named.textContent = text === whole ? `${file.name}: ${counted(lines, "line")}` : lines ? `${file.name}: its first ${counted(lines, "line")}, as many as one call may have (server.max_body_mib). conductor replay takes all` : `${file.name}: its first line is longer than a call may be. conductor replay takes it`;
     };
     const drop = view.querySelector("#drop");
     view.querySelector("#file").addEventListener("change", (event) => take(event.target.files[0]));

@@ -1,6 +1,6 @@
 // Requests: lists of them, and the waterfall of one, every part predicted beside actual, attempt by attempt.
 
-import { age, clock, count, element, empty, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
+import { age, clock, count, counted, element, empty, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { page } from "./data.js";
 import { link as node } from "./cluster.js";
 
@@ -118,7 +118,7 @@ function waterfall(attempt) {
   const lane = (bar, kind) => element("svg:svg", { viewBox: "0 0 1000 10", preserveAspectRatio: "none", class: `lane ${kind}`, "aria-hidden": "true" },
     bar.long > 0 && bar.from !== undefined ? element("svg:rect", { x: ((1000 * bar.from) / whole).toFixed(2), y: 1, height: 8, width: Math.max(2, (1000 * bar.long) / whole).toFixed(2), class: bar.part.beneath ? "beneath" : kind }) : null);
   const actual = attempt.actual ?? {};
-  const more = { prefilled: actual.num_chunks ? ` in ${actual.num_chunks} ${actual.num_chunks === 1 ? "step" : "steps"}` : "", decoded: actual.num_output_tokens > 1 ? `: ${count(actual.num_output_tokens - 1)}` : "" };
+  const more = { prefilled: actual.num_chunks ? ` in ${counted(actual.num_chunks, "step")}` : "", decoded: actual.num_output_tokens > 1 ? `: ${count(actual.num_output_tokens - 1)}` : "" };
   const most = longest(attempt);
   const rows = attempt.parts.map((part, at) => row([
     element("th", { scope: "row", class: part.beneath ? "beneath" : null, title: PARTS[part.name]?.[1] ?? null }, name(part.name), more[part.name] ?? ""),
@@ -179,7 +179,7 @@ export function sentence(attempt) {
   const past = (value, bound) => (late(value, bound) ? `, late by ${seconds(value - bound)}` : "");
   const spent = part ? ` Most of the time to its first token: ${name(part.name)}, ${seconds(part.actual_s)}${beyond}.` : "";
   const pace = actual.mean_tbt_s ? `, then one every ${seconds(actual.mean_tbt_s)}${past(actual.mean_tbt_s, asked.slo[1])}` : "";
-  return `${actual.end[0].toUpperCase()}${actual.end.slice(1)}, ${count(actual.num_output_tokens)} tokens. First token after ${seconds(actual.ttft_s)}${past(actual.ttft_s, asked.slo[0])}${pace}.${spent}`;
+  return `${actual.end[0].toUpperCase()}${actual.end.slice(1)}, ${counted(actual.num_output_tokens, "token")}. First token after ${seconds(actual.ttft_s)}${past(actual.ttft_s, asked.slo[0])}${pace}.${spent}`;
 }
 
 function candidates(caption, rows, columns, chosen) {
@@ -200,14 +200,14 @@ export const one = {
     return [
       element("p", { class: "note" }, element("a", { href: "#/requests/latest" }, "Requests"), " › ", element("a", { href: `#/requests/${lastList}` }, LISTS.find(([list]) => list === lastList)[1]), " ›"),
       element("h2", { tabindex: -1 }, "Request ", element("code", {}, told.request_id)),
-      element("p", {}, `${count(last.asked.num_tokens)} prompt tokens, at most ${count(last.asked.max_tokens)} new. `,
+      element("p", {}, `${counted(last.asked.num_tokens, "prompt token")}, at most ${count(last.asked.max_tokens)} new. `,
         `Bounds: TTFT ${seconds(last.asked.slo[0])}, TBT ${seconds(last.asked.slo[1])}. Came ${age(told.now_s - last.arrived_at_s)} ago, at ${clock(cameS, false, true)}: `, element("a", { href: `#/cluster/at/${Math.floor(cameS)}` }, "the cluster then"), ". ",
         trace ? element("span", {}, "Trace ", address ? element("a", { href: address, rel: "noreferrer" }, element("code", {}, trace)) : element("code", {}, trace)) : ""),
       ...found.map((attempt, number) => element("section", { "data-key": String(number), "aria-label": `Attempt ${number + 1}` },
         found.length > 1 ? element("h3", {}, `Attempt ${number + 1} of ${found.length}`, attempt.begun_s ? `, ${seconds(attempt.begun_s)} after it came` : "") : null,
         element("p", { class: "sentence" }, sentence(attempt)),
         attempt.placed ? element("p", { class: "note" }, "Prefill on ", node(attempt.placed.prefill_node), ", decode on ", node(attempt.placed.decode_node),
-          attempt.placed.source_node ? [`, prefix of ${attempt.placed.matched_blocks} blocks from `, node(attempt.placed.source_node)] : attempt.placed.matched_tokens ? `, ${count(attempt.placed.matched_tokens)} tokens matched there` : ", nothing matched") : null,
+          attempt.placed.source_node ? [`, prefix of ${counted(attempt.placed.matched_blocks, "block")} from `, node(attempt.placed.source_node)] : attempt.placed.matched_tokens ? `, ${counted(attempt.placed.matched_tokens, "token")} matched there` : ", nothing matched") : null,
         waterfall(attempt),
         candidates(`Could prefill, the best first: as predicted when it was ${attempt.rejected ? "rejected" : "placed"}`, attempt.prefill_candidates, COULD_PREFILL, attempt.placed?.prefill_node),
         candidates("Could decode, the shortest step first", attempt.decode_candidates, COULD_DECODE, attempt.placed?.decode_node))),

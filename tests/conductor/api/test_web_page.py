@@ -84,7 +84,7 @@ def test_numbers_are_told_as_people_read_them(modules):
         "draw.js",
         "[[0.25, 3, 119, 2460, null].map(page.seconds), [5, 59, 61, 2460, 7300, 1e6].map(page.age),"
         " [0, 0.5, 0.999].map(page.percent), [0.1234, 12345, 2.5e6].map(page.count),"
-        " [0, 2.5e9].map(page.bytes),"
+        " [0, 2.5e9].map(page.bytes), [0, 1, 2, 12345].map((value) => page.counted(value, 'new token')),"
         " [0, 0.3, 1, 7, 230].map(page.niceTop)]",
         None,
     )
@@ -94,6 +94,7 @@ def test_numbers_are_told_as_people_read_them(modules):
         ["0.0 %", "50 %", "99.9 %"],
         ["0.123", "12,345", "2.5 M"],
         ["0 B", "2.5 GB"],
+        ["0 new tokens", "1 new token", "2 new tokens", "12,345 new tokens"],
         [1, 0.5, 1, 10, 250],
     ]
 

@@ -189,6 +189,15 @@ def test_an_explanation_names_the_terms_the_choice_and_the_runner_up():
     assert kept.explain("cha") is None
 
 
+def test_no_name_is_no_beginning_of_a_request_whose_name_begins_with_a_dash():
+    view, request = make_view(1, 1, COST), make_request("-1f.1", 10)
+    kept = Decisions(COST, SchedulerSettings())
+    kept.decided(decision(request, view, place(request, view, COST, 1.0), 0.5, 1.0))
+    assert kept.explain("-1f") is not None
+    assert kept.explain("") is None
+    assert kept.explain("cmpl-") is None
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 def test_an_explanation_says_when_a_decode_node_would_have_computed_the_prompt(is_on):
     settings = SchedulerSettings(roles_follow=is_on)

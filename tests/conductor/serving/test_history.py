@@ -273,7 +273,7 @@ async def test_the_page_is_given_all_rows_and_then_those_that_are_new():
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "x", "hour.x", "hour.-1", "hour." + "9" * 400, "node.", "node.n9", "now.1"),
+        *("", "x", "hour.x", "hour.-1", "hour.１", "at.１", "hour." + "9" * 400, "node.", "node.n9", "now.1"),
         *("at", "at.", "at.x", "at.-5", "at." + "9" * 400, "fullest.3"),
     ],
 )
