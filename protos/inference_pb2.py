@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0c\x63onductor.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.conductor.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\";\n\nToolChoice\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12\x10\n\x08one_call\x18\x03 \x01(\x08\"\\\n\tReasoning\x12\x0e\n\x06\x65\x66\x66ort\x18\x01 \x01(\t\x12\x1a\n\rbudget_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tis_hidden\x18\x03 \x01(\x08\x42\x10\n\x0e_budget_tokens\"\xb9\x01\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.conductor.v1.ChatMessage\x12!\n\x05tools\x18\x02 \x03(\x0b\x32\x12.conductor.v1.Tool\x12-\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x18.conductor.v1.ToolChoice\x12*\n\treasoning\x18\x04 \x01(\x0b\x32\x17.conductor.v1.Reasoning\"\x82\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.conductor.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.conductor.v1.ChatMessagesH\x00\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.conductor.v1.Sampling\x12 \n\x04stop\x18\x07 \x01(\x0b\x32\x12.conductor.v1.Stop\x12\x19\n\x0cnum_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x03slo\x18\t \x01(\x0b\x32\x11.conductor.v1.Slo\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x0c \x01(\x08\x42\x07\n\x05inputB\x0f\n\r_num_logprobs\"\xe1\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.conductor.v1.Sampling.LogitBiasEntry\x12&\n\x07grammar\x18\n \x01(\x0b\x32\x15.conductor.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"s\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12(\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x15.conductor.v1.ChoicesH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"z\n\x04Stop\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"q\n\x03Slo\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05tbt_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rlongest_gap_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_ttft_sB\x08\n\x06_tbt_sB\x10\n\x0e_longest_gap_s\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"e\n\rTokenLogprobs\x12+\n\x07sampled\x18\x01 \x01(\x0b\x32\x1a.conductor.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.conductor.v1.TokenLogprob\"\xf0\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.conductor.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.conductor.v1.Usage\x12\x11\n\treasoning\x18\x07 \x01(\t\x12*\n\ntool_calls\x18\x08 \x03(\x0b\x32\x16.conductor.v1.ToolCall\"\xc9\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x06inputs\x18\x03 \x03(\x0b\x32\x18.conductor.v1.EmbedInput\x12\x17\n\ndimensions\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x03slo\x18\x05 \x01(\x0b\x32\x11.conductor.v1.Slo\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\r\n\x0b_dimensions\"R\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.conductor.v1.TokenIdsH\x00\x42\x07\n\x05input\"i\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\tembedding\x18\x03 \x03(\x02\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.conductor.v1.Usage\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.conductor.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xed\x01\n\tInference\x12K\n\x08Generate\x12\x1d.conductor.v1.GenerateRequest\x1a\x1e.conductor.v1.GenerateResponse0\x01\x12\x42\n\x05\x45mbed\x12\x1a.conductor.v1.EmbedRequest\x1a\x1b.conductor.v1.EmbedResponse0\x01\x12O\n\nListModels\x12\x1f.conductor.v1.ListModelsRequest\x1a .conductor.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0c\x63onductor.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.conductor.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\";\n\nToolChoice\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12\x10\n\x08one_call\x18\x03 \x01(\x08\"\\\n\tReasoning\x12\x0e\n\x06\x65\x66\x66ort\x18\x01 \x01(\t\x12\x1a\n\rbudget_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tis_hidden\x18\x03 \x01(\x08\x42\x10\n\x0e_budget_tokens\"\x95\x02\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.conductor.v1.ChatMessage\x12!\n\x05tools\x18\x02 \x03(\x0b\x32\x12.conductor.v1.Tool\x12-\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x18.conductor.v1.ToolChoice\x12*\n\treasoning\x18\x04 \x01(\x0b\x32\x17.conductor.v1.Reasoning\x12\x1c\n\x14\x63hat_template_kwargs\x18\x05 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x06 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\xf4\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.conductor.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.conductor.v1.ChatMessagesH\x00\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.conductor.v1.Sampling\x12 \n\x04stop\x18\x07 \x01(\x0b\x32\x12.conductor.v1.Stop\x12\x19\n\x0cnum_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x03slo\x18\t \x01(\x0b\x32\x11.conductor.v1.Slo\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x0c \x01(\x08\x12 \n\x13skip_special_tokens\x18\r \x01(\x08H\x02\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0e \x01(\x08H\x03\x88\x01\x01\x42\x07\n\x05inputB\x0f\n\r_num_logprobsB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokens\"\xe1\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.conductor.v1.Sampling.LogitBiasEntry\x12&\n\x07grammar\x18\n \x01(\x0b\x32\x15.conductor.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"s\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12(\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x15.conductor.v1.ChoicesH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x9e\x01\n\x04Stop\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokens\"q\n\x03Slo\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05tbt_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rlongest_gap_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_ttft_sB\x08\n\x06_tbt_sB\x10\n\x0e_longest_gap_s\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"e\n\rTokenLogprobs\x12+\n\x07sampled\x18\x01 \x01(\x0b\x32\x1a.conductor.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.conductor.v1.TokenLogprob\"\xf0\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.conductor.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.conductor.v1.Usage\x12\x11\n\treasoning\x18\x07 \x01(\t\x12*\n\ntool_calls\x18\x08 \x03(\x0b\x32\x16.conductor.v1.ToolCall\"\xc9\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x06inputs\x18\x03 \x03(\x0b\x32\x18.conductor.v1.EmbedInput\x12\x17\n\ndimensions\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x03slo\x18\x05 \x01(\x0b\x32\x11.conductor.v1.Slo\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\r\n\x0b_dimensions\"R\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.conductor.v1.TokenIdsH\x00\x42\x07\n\x05input\"i\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\tembedding\x18\x03 \x03(\x02\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.conductor.v1.Usage\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.conductor.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xed\x01\n\tInference\x12K\n\x08Generate\x12\x1d.conductor.v1.GenerateRequest\x1a\x1e.conductor.v1.GenerateResponse0\x01\x12\x42\n\x05\x45mbed\x12\x1a.conductor.v1.EmbedRequest\x1a\x1b.conductor.v1.EmbedResponse0\x01\x12O\n\nListModels\x12\x1f.conductor.v1.ListModelsRequest\x1a .conductor.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,41 +46,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REASONING']._serialized_start=392
   _globals['_REASONING']._serialized_end=484
   _globals['_CHATMESSAGES']._serialized_start=487
-  _globals['_CHATMESSAGES']._serialized_end=672
-  _globals['_GENERATEREQUEST']._serialized_start=675
-  _globals['_GENERATEREQUEST']._serialized_end=1061
-  _globals['_SAMPLING']._serialized_start=1064
-  _globals['_SAMPLING']._serialized_end=1545
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1376
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1424
-  _globals['_GRAMMAR']._serialized_start=1547
-  _globals['_GRAMMAR']._serialized_end=1662
-  _globals['_CHOICES']._serialized_start=1664
-  _globals['_CHOICES']._serialized_end=1688
-  _globals['_STOP']._serialized_start=1690
-  _globals['_STOP']._serialized_end=1812
-  _globals['_SLO']._serialized_start=1814
-  _globals['_SLO']._serialized_end=1927
-  _globals['_TOKENLOGPROB']._serialized_start=1929
-  _globals['_TOKENLOGPROB']._serialized_end=1978
-  _globals['_TOKENLOGPROBS']._serialized_start=1980
-  _globals['_TOKENLOGPROBS']._serialized_end=2081
-  _globals['_GENERATERESPONSE']._serialized_start=2084
-  _globals['_GENERATERESPONSE']._serialized_end=2324
-  _globals['_EMBEDREQUEST']._serialized_start=2327
-  _globals['_EMBEDREQUEST']._serialized_end=2528
-  _globals['_EMBEDINPUT']._serialized_start=2530
-  _globals['_EMBEDINPUT']._serialized_end=2612
-  _globals['_EMBEDRESPONSE']._serialized_start=2614
-  _globals['_EMBEDRESPONSE']._serialized_end=2719
-  _globals['_USAGE']._serialized_start=2721
-  _globals['_USAGE']._serialized_end=2827
-  _globals['_LISTMODELSREQUEST']._serialized_start=2829
-  _globals['_LISTMODELSREQUEST']._serialized_end=2848
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2850
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2907
-  _globals['_MODEL']._serialized_start=2909
-  _globals['_MODEL']._serialized_end=2951
-  _globals['_INFERENCE']._serialized_start=2954
-  _globals['_INFERENCE']._serialized_end=3191
+  _globals['_CHATMESSAGES']._serialized_end=764
+  _globals['_GENERATEREQUEST']._serialized_start=767
+  _globals['_GENERATEREQUEST']._serialized_end=1267
+  _globals['_SAMPLING']._serialized_start=1270
+  _globals['_SAMPLING']._serialized_end=1751
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1582
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1630
+  _globals['_GRAMMAR']._serialized_start=1753
+  _globals['_GRAMMAR']._serialized_end=1868
+  _globals['_CHOICES']._serialized_start=1870
+  _globals['_CHOICES']._serialized_end=1894
+  _globals['_STOP']._serialized_start=1897
+  _globals['_STOP']._serialized_end=2055
+  _globals['_SLO']._serialized_start=2057
+  _globals['_SLO']._serialized_end=2170
+  _globals['_TOKENLOGPROB']._serialized_start=2172
+  _globals['_TOKENLOGPROB']._serialized_end=2221
+  _globals['_TOKENLOGPROBS']._serialized_start=2223
+  _globals['_TOKENLOGPROBS']._serialized_end=2324
+  _globals['_GENERATERESPONSE']._serialized_start=2327
+  _globals['_GENERATERESPONSE']._serialized_end=2567
+  _globals['_EMBEDREQUEST']._serialized_start=2570
+  _globals['_EMBEDREQUEST']._serialized_end=2771
+  _globals['_EMBEDINPUT']._serialized_start=2773
+  _globals['_EMBEDINPUT']._serialized_end=2855
+  _globals['_EMBEDRESPONSE']._serialized_start=2857
+  _globals['_EMBEDRESPONSE']._serialized_end=2962
+  _globals['_USAGE']._serialized_start=2964
+  _globals['_USAGE']._serialized_end=3070
+  _globals['_LISTMODELSREQUEST']._serialized_start=3072
+  _globals['_LISTMODELSREQUEST']._serialized_end=3091
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3093
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3150
+  _globals['_MODEL']._serialized_start=3152
+  _globals['_MODEL']._serialized_end=3194
+  _globals['_INFERENCE']._serialized_start=3197
+  _globals['_INFERENCE']._serialized_end=3434
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,7 @@ message has the bounds of a JSON body.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 from base.errors import InvalidRequestError
@@ -22,6 +22,7 @@ from conductor.api.openai_tools import (
     tool_spec,
 )
 from conductor.api.parsing.events import Called, Said, Thought
+from conductor.api.strict_body import variables_excess
 from conductor.api.turn import Part, Reasoning, Tools
 from protos import inference_pb2 as pb
 
@@ -32,6 +33,9 @@ class Conversation(NamedTuple):
     messages: tuple[ChatMessage, ...]
     tools: Tools
     reasoning: Reasoning
+    variables: Mapping[str, Any]
+    """The chat template's own that the client sets."""
+    add_generation_prompt: bool
 
     @property
     def num_calls(self) -> int:
@@ -46,7 +50,10 @@ def conversation(chat: pb.ChatMessages) -> Conversation:
     for index, turn in enumerate(chat.messages):
         messages.append(_message(turn, call_ids, f"chat.messages[{index}]"))
         call_ids.update(call.call_id for call in messages[-1].calls)
-    return Conversation(tuple(messages), _tools(chat), _reasoning(chat.reasoning))
+    is_opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    return Conversation(
+        tuple(messages), _tools(chat), _reasoning(chat.reasoning), _variables(chat), is_opened
+    )
 
 
 def _check_json(chat: pb.ChatMessages) -> None:
@@ -91,6 +98,15 @@ def _tools(chat: pb.ChatMessages) -> Tools:
         field = "chat.tool_choice.mode"
         raise InvalidRequestError(f"{field}: one of auto, none and required is wanted", field)
     return chosen(specs, choice.mode or "auto", list(choice.names) or None, not choice.one_call)
+
+
+def _variables(chat: pb.ChatMessages) -> Mapping[str, Any]:
+    field = "chat.chat_template_kwargs"
+    check_json_texts([chat.chat_template_kwargs], field)
+    variables = past_arguments(chat.chat_template_kwargs, field)
+    if found := variables_excess(dict(variables)):
+        raise InvalidRequestError(f"{field}: {found}", field)
+    return variables
 
 
 def _reasoning(wishes: pb.Reasoning) -> Reasoning:

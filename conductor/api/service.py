@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grpc
 
@@ -69,6 +69,7 @@ _FIELD_OF = {
     "messages": "chat.messages",
     "tools": "chat.tools",
     "tool_choice": "chat.tool_choice",
+    "chat_template_kwargs": "chat.chat_template_kwargs",
 }
 MAX_ELEMENTS = {
     "token_ids.ids": MAX_NUMBERS,
@@ -190,7 +191,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     name = call_ids(self._model.family, self._rng, said.prompt.num_calls)
                     answer = _Taken(turn, AnswerParts(name))
             else:
-                token_ids = await self._token_ids(said.prompt)
+                token_ids = await self._token_ids(said)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
@@ -214,22 +215,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     async def _turn(self, said: _Said, talk: Conversation) -> ChatTurn:
-        parses = said.message.parse_special_tokens
         turn = await prepare_turn(
-            self._model, talk.messages, talk.tools, talk.reasoning, parse_special_tokens=parses
+            self._model,
+            talk.messages,
+            talk.tools,
+            talk.reasoning,
+            talk.variables,
+            talk.add_generation_prompt,
+            said.message.parse_special_tokens,
         )
         return without_thinking(self._model, turn) if said.options.grammar is not None else turn
 
-    async def _token_ids(self, prompt: str | tuple[int, ...] | None) -> tuple[int, ...]:
-        match prompt:
+    async def _token_ids(self, said: _Said) -> tuple[int, ...]:
+        match said.prompt:
             case str(text):
-                return await text_token_ids(self._model, text)
-            case tuple(token_ids):
+                return await text_token_ids(self._model, text, _or_true(said.message, "add_special_tokens"))
+            case Conversation() | None:
+                raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
+            case token_ids:
                 if len(token_ids) >= self._model.max_model_len:
                     raise prompt_too_long(len(token_ids), self._model.max_model_len)
                 return token_ids
-            case _:
-                raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
 
 
 class _Taken(NamedTuple):
@@ -293,10 +299,19 @@ def _options(message: inference_pb2.GenerateRequest) -> Options:
         stop=tuple(stop.strings),
         stop_token_ids=tuple(stop.token_ids),
         ignore_eos=stop.ignore_eos,
+        include_stop=stop.include_stop_str_in_output,
+        skip_special_tokens=_or_true(message, "skip_special_tokens"),
         logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
     )
+
+
+def _or_true(
+    message: inference_pb2.GenerateRequest, name: Literal["skip_special_tokens", "add_special_tokens"]
+) -> bool:
+    """Return a switch that is on where the client did not say."""
+    return bool(getattr(message, name)) if message.HasField(name) else True
 
 
 def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:

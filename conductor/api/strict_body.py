@@ -19,13 +19,22 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
-def _short_variables(value: Any) -> Any:
-    if isinstance(value, dict) and len(to_json(value)) > MAX_VARIABLE_BYTES:
-        raise PydanticCustomError("too_long", f"at most {MAX_VARIABLE_BYTES} bytes of JSON")
+def variables_excess(variables: dict[str, Any]) -> str:
+    """Return the bound that a chat template's variables are beyond, in words; empty: none."""
+    if len(variables) > MAX_TEMPLATE_VARIABLES:
+        return f"at most {MAX_TEMPLATE_VARIABLES} variables, not {len(variables)}"
+    if len(to_json(variables)) > MAX_VARIABLE_BYTES:
+        return f"at most {MAX_VARIABLE_BYTES} bytes of JSON"
+    return ""
+
+
+def _few_variables(value: Any) -> Any:
+    if isinstance(value, dict) and (found := variables_excess(value)):
+        raise PydanticCustomError("too_long", found)
     return value
 
 
 TemplateVariables = Annotated[
-    dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES), BeforeValidator(_short_variables)
+    dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES), BeforeValidator(_few_variables)
 ]
 """Variables of the chat template's own that a client sets."""

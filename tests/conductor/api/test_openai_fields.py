@@ -41,6 +41,43 @@ LEAST = {
 }
 
 
+GRPC = {
+    **{f"{name}": f"sampling.{name}" for name in (*SAMPLING_FIELDS, "logit_bias")},
+    **dict.fromkeys(("response_format", "structured_outputs"), "sampling.grammar"),
+    **{f"guided_{kind}": "sampling.grammar" for kind in ("json", "regex", "choice", "grammar")},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "stop.max_tokens"),
+    **{f"{name}": f"stop.{name}" for name in ("min_tokens", "ignore_eos", "include_stop_str_in_output")},
+    "stop": "stop.strings",
+    "stop_token_ids": "stop.token_ids",
+    **{f"{name}": f"chat.{name}" for name in ("messages", "tools", "tool_choice", "chat_template_kwargs")},
+    "add_generation_prompt": "chat.add_generation_prompt",
+    "parallel_tool_calls": "chat.tool_choice.one_call",
+    "reasoning_effort": "chat.reasoning.effort",
+    "include_reasoning": "chat.reasoning.is_hidden",
+    "thinking_token_budget": "chat.reasoning.budget_tokens",
+    "prompt": "text",
+    "logprobs": "num_logprobs",
+    "top_logprobs": "num_logprobs",
+    **{name: name for name in ("model", "request_id", "priority", "cache_salt", "parse_special_tokens")},
+    **{name: name for name in ("skip_special_tokens", "add_special_tokens")},
+}
+"""The field of gRPC's request that does what a field of an HTTP body does."""
+NOT_ASKED_FOR = {"stream", "stream_options", "return_token_ids"}
+"""Switches of HTTP for what gRPC does always."""
+HTTP_ALONE = {"n", "echo"}
+"""Fields that gRPC does not have; docs/reference/client-api.md names each."""
+
+
+def test_grpc_has_the_fields_of_http_but_those_that_are_named():
+    for http in (ChatBody, CompletionBody):
+        assert http.model_fields.keys() <= GRPC.keys() | NOT_ASKED_FOR | HTTP_ALONE
+    for path in GRPC.values():
+        message = inference_pb2.GenerateRequest.DESCRIPTOR
+        for name in path.split("."):
+            assert name in message.fields_by_name, path
+            message = message.fields_by_name[name].message_type
+
+
 def test_every_api_spells_how_tokens_are_sampled_alike():
     names = set(SamplingParams._fields)
     assert set(inference_pb2.Sampling.DESCRIPTOR.fields_by_name) == names

@@ -124,6 +124,38 @@ async def test_stop_string_ends_text_and_request(model):
     assert api.dispatcher.num_cancelled == 1
 
 
+async def test_what_ends_an_answer_and_special_tokens_are_shown_where_asked_for(model):
+    async with calling(model, lambda request: spoken(model, "hi <|im_start|>there")) as (stub, _):
+        texts = [
+            "".join(response.text for response in await answer(stub, text="say", **fields))
+            for fields in (
+                {},
+                {"skip_special_tokens": True},
+                {"skip_special_tokens": False},
+                {"stop": pb.Stop(strings=["th"])},
+                {"stop": pb.Stop(strings=["th"], include_stop_str_in_output=True)},
+            )
+        ]
+    assert texts == ["hi there", "hi there", "hi <|im_start|>there", "hi ", "hi th"]
+
+
+async def test_a_chat_sets_the_variables_of_its_template_and_may_leave_the_answer_unopened(tooled):
+    asked = [
+        talk(QUESTION_TURN),
+        talk(QUESTION_TURN, chat_template_kwargs='{"enable_thinking": true}'),
+        talk(QUESTION_TURN, add_generation_prompt=False),
+        talk(QUESTION_TURN, add_generation_prompt=True, chat_template_kwargs="{}"),
+    ]
+    async with calling(tooled, lambda request: spoken(tooled, "hi")) as (stub, api):
+        for fields in asked:
+            await answer(stub, **fields)
+        plain, thinking, unopened, opened = (prompt_of(tooled, api, at) for at in range(4))
+    assert plain == opened
+    assert thinking == f"{plain}<think>\n"
+    assert plain.startswith(unopened)
+    assert plain.removeprefix(unopened) == "<|im_start|>assistant\n"
+
+
 async def test_logprobs_come_with_their_tokens(model):
     async with calling(model, lambda request: spoken(model, "h", with_logprobs=True)) as (stub, _):
         responses = await answer(stub, text="say", num_logprobs=1)
@@ -338,6 +370,30 @@ BAD_TALKS = {
     "a result of no call": (
         talk({"role": "tool", "content": "3", "tool_call_id": "c9"}),
         "chat.messages[0].tool_call_id",
+    ),
+    "variables of no object": (
+        talk(QUESTION_TURN, chat_template_kwargs="[1]"),
+        "chat.chat_template_kwargs",
+    ),
+    "many variables": (
+        talk(QUESTION_TURN, chat_template_kwargs=json.dumps({f"v{at}": at for at in range(65)})),
+        "chat.chat_template_kwargs",
+    ),
+    "long variables": (
+        talk(QUESTION_TURN, chat_template_kwargs=json.dumps({"x": "y" * 200_000})),
+        "chat.chat_template_kwargs",
+    ),
+    "a depth bomb of variables": (
+        talk(QUESTION_TURN, chat_template_kwargs='{"x":' * 200 + "1" + "}" * 200),
+        "chat.chat_template_kwargs",
+    ),
+    "many lists of variables": (
+        talk(QUESTION_TURN, chat_template_kwargs="[]," * 30_000),
+        "chat.chat_template_kwargs",
+    ),
+    "a reserved variable": (
+        talk(QUESTION_TURN, chat_template_kwargs='{"messages": []}'),
+        "chat.chat_template_kwargs",
     ),
     "a foreign effort": (talk(QUESTION_TURN, reasoning=pb.Reasoning(effort="some")), "chat.reasoning.effort"),
 }
