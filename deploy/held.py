@@ -89,6 +89,14 @@ class HeldProcess:
         """Return the exit status of a process that has ended; None: it is not our child's."""
         return self.child.wait() if self.child is not None else None
 
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped: by a signal, or by who traces it."""
+        try:
+            told = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # it has ended
+            return False
+        return told.rpartition(")")[2].split()[0] in "Tt"
+
     def ask(self) -> None:
         """Ask the process's event loop whether it goes round."""
         if self._lifeline is not None and self.is_hearing:

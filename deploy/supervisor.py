@@ -23,9 +23,9 @@ Ray may start a supervisor in the place of one that lives. The newest has the pr
 NAME.owner, whose lock a supervisor holds while it finds or starts the process, until that is ready. An older
 one reads there that it starts nothing any more.
 
-The supervisor asks the process's event loop every second whether it goes round, and kills a process that has
-answered nothing for `HANG_S`: one that hangs serves nobody and holds its ports. A process that is stopped for
-less is not harmed.
+The supervisor asks the process's event loop every second whether it goes round, and kills a process that
+runs and has answered nothing for `HANG_S`: one that hangs serves nobody and holds its ports. A process that
+somebody stopped (SIGSTOP, a debugger) is given `STOPPED_S`.
 
 Where the spec asks for one, a spare stands by: the same command with `--spare`, which has imported and read
 what it can and waits for one byte on its standard input. It takes the place of the process that ends,
@@ -74,8 +74,10 @@ SPARE_AFTER_S = 5.0
 LONGEST_SPARE_AFTER_S = 600.0
 """The longest wait for the next of spares that end by themselves: it is doubled each time."""
 
-HANG_S = 120.0
-"""The longest that a process which answers nothing is waited for: one that is stopped, or in a debugger."""
+HANG_S = 30.0
+"""The longest that a process which runs and answers nothing is waited for."""
+STOPPED_S = 120.0
+"""The longest that a process which is stopped is waited for: by SIGSTOP, or in a debugger."""
 ASK_EVERY_S = 1.0
 QUESTIONS = 4
 """Fewest questions left unanswered by a process that hangs: after a pause of the whole machine it answers."""
@@ -343,7 +345,7 @@ class Supervisor:
             process.ask()
 
     def _judge(self, process: HeldProcess, silence: _Silence, answer: bytes) -> None:
-        if silence.is_hang_after(answer):
+        if silence.is_hang_after(answer, process.is_stopped()):
             self._report("hung", pid=process.pid)
             process.signal(signal.SIGKILL)
             process.has_ended(None)
@@ -437,20 +439,25 @@ class Supervisor:
 
 
 class _Silence:
-    """How long a process has left questions unanswered."""
+    """How long a process has left questions unanswered, in all and while it ran."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._since_s = clock.now_s()
+        self._since_s = self._ran_since_s = clock.now_s()
         self._num_unanswered = 0
 
-    def is_hang_after(self, answer: bytes) -> bool:
+    def is_hang_after(self, answer: bytes, is_stopped: bool) -> bool:
         """Count an answer, or a question without one (empty); return whether the process hangs."""
+        now_s = self._clock.now_s()
         if answer:
-            self._since_s, self._num_unanswered = self._clock.now_s(), 0
+            self._since_s = self._ran_since_s = now_s
+            self._num_unanswered = 0
             return False
         self._num_unanswered += 1
-        return self._num_unanswered >= QUESTIONS and self._clock.now_s() - self._since_s >= HANG_S
+        if is_stopped:
+            self._ran_since_s = now_s
+        is_over = now_s - self._ran_since_s >= HANG_S or now_s - self._since_s >= STOPPED_S
+        return is_over and self._num_unanswered >= QUESTIONS
 
 
 def _ready_line(line: str) -> dict[str, Any] | None:

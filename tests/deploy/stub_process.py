@@ -151,6 +151,8 @@ def main():
 
 async def live(role, said, fault):
     path = Path(sys.argv[sys.argv.index("--lifeline") + 1]) if "--lifeline" in sys.argv else None
+    if fault == "hanging":
+        signal.signal(signal.SIGUSR1, lambda *_: threading.Event().wait())
     lifetime = Lifetime(path, float(os.environ.get("ADOPTION_S", "30")))
     print(f"{role} is up", file=sys.stderr, flush=True)
     await lifetime.ready(**said)

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.held import HeldProcess, end_at
-from deploy.supervisor import HANG_S, NOTHING_SEEN, STEADY_S, ProcessSpec, Supervisor
+from deploy.supervisor import HANG_S, NOTHING_SEEN, STEADY_S, STOPPED_S, ProcessSpec, Supervisor
 from tests.deploy.processes import wait_gone
 from tests.manual_clock import ManualClock
 
@@ -24,13 +25,14 @@ def spec_of(folder, role="conductor", **more):
 
 
 class HurryingClock(ManualClock):
-    """A clock that stands until it is let run, and then moves by `HANG_S` whenever somebody looks at it."""
+    """A clock that stands until it is let run, and then moves by `step_s` whenever somebody looks at it."""
 
     is_running = False
+    step_s = STOPPED_S / 4
 
     def now_s(self):
         if self.is_running:
-            self.advance(HANG_S)
+            self.advance(self.step_s)
         return super().now_s()
 
 
@@ -315,14 +317,23 @@ def test_a_process_that_was_found_and_says_nothing_is_killed_and_started_again(o
     assert supervisor.wait_ready() == ready
 
 
-def test_a_process_that_hangs_is_killed_and_started_again(supervise, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "step_s", "least_s", "most_s"),
+    [(signal.SIGUSR1, HANG_S / 3, HANG_S, STOPPED_S), (signal.SIGSTOP, STOPPED_S / 4, STOPPED_S, math.inf)],
+    ids=["hangs", "is stopped"],
+)
+def test_a_process_that_says_nothing_is_killed_and_started_again(
+    supervise, tmp_path, number, step_s, least_s, most_s
+):
     clock = HurryingClock()
-    supervisor = supervise(spec_of(tmp_path), clock)
+    clock.step_s = step_s
+    supervisor = supervise(spec_of(tmp_path, environment={"FAULT": "hanging"}), clock)
     before, pid = supervisor.wait_ready(), supervisor.pid()
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, number)
     clock.is_running = True
     seen, event = next_event(supervisor, "hung")
     clock.is_running = False
+    assert least_s <= clock.now_s() < most_s
     assert event["pid"] == pid
     seen, event = next_event(supervisor, "exited", seen)
     assert event["status"] == -signal.SIGKILL
