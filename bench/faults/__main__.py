@@ -19,7 +19,7 @@ from bench.faults.bereft import conductor_hung, gcs_killed, raylet_killed, spare
 from bench.faults.cluster import pretty
 from bench.faults.drifts import roles_drift
 from bench.faults.hostile import hostile_bytes
-from bench.faults.kills import decode_killed, decode_stopped, prefill_killed, prefill_stopped
+from bench.faults.kills import decode_ended, decode_killed, decode_stopped, prefill_killed, prefill_stopped
 from bench.faults.leaving import clients_leave
 from bench.faults.published import conductor_killed, conductor_twice, decode_killed_of_800, rolling_restart
 from bench.faults.redis_gone import redis_gone
@@ -34,6 +34,7 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "decode-killed": (decode_killed, 200),
     "prefill-stopped": (prefill_stopped, 20),
     "decode-stopped": (decode_stopped, 20),
+    "decode-ended": (decode_ended, 100),
     "client-leaves": (clients_leave, 200),
     "conductor-killed": (conductor_killed, 5),
     "conductor-stopped": (conductor_stopped, 2),

@@ -31,6 +31,7 @@ from base.config import (
 from deploy.api_client import ApiError, read_json
 from deploy.plan import LocalModel, conductor_process, node_environment, planned_nodes
 from deploy.supervisor import SPARE_AFTER_S, ProcessSpec, Supervisor
+from node.process import DRAIN_S
 
 BLOCK_SIZE = 32
 CHUNK_TOKENS = 50
@@ -56,11 +57,13 @@ class NodeForks:
         )
         os.close(lifeline)
 
-    def start(self, config: Path, log: Path) -> int:
+    def start(self, config: Path, log: Path, drain_s: float) -> int:
         """Return the new process's id."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"config": str(config), "log": str(log)}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"config": str(config), "log": str(log), "drain_s": drain_s}) + "\n"
+        )
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
@@ -71,6 +74,9 @@ class NodeForks:
 
 class FaultCluster:
     """The processes, by name: conductor, prefill-0, decode-0."""
+
+    drain_s = DRAIN_S
+    """The longest drain of a node that is started from now on."""
 
     def __init__(self, conductor: Supervisor, ready: dict[str, Any], forks: NodeForks, folder: Path) -> None:
         self.conductor = conductor
@@ -104,7 +110,9 @@ class FaultCluster:
 
     def start(self, name: str) -> None:
         self.num_started += 1
-        self.pids[name] = self._forks.start(self.folder / f"{name}.json", self.folder / f"{name}.log")
+        self.pids[name] = self._forks.start(
+            self.folder / f"{name}.json", self.folder / f"{name}.log", self.drain_s
+        )
 
     def signal(self, name: str, number: int) -> None:
         with suppress(ProcessLookupError):

@@ -21,6 +21,8 @@ PROMPTS = 24
 SHAPES = {"prefill": ((1_000, 2_000), 8), "decode": ((60, 200), 60)}
 """Tokens of prompts (least, most) and of answers by role, so that most time goes to the role that is hurt."""
 LEASE_S = 10.0
+CUT_DRAIN_S = 0.05
+"""A drain that is shorter than an answer."""
 PATIENCE_S = 60.0
 
 
@@ -150,6 +152,27 @@ def stop_for_a_while(cluster: FaultCluster, name: str, rng: random.Random) -> fl
         return 0.0
     finally:
         cluster.signal(name, signal.SIGCONT)
+
+
+def end_amid_requests(cluster: FaultCluster, name: str, rng: random.Random) -> float:
+    """SIGTERM, after which the node drains for less time than its requests take; return when it has ended."""
+    cluster.signal(name, signal.SIGTERM)
+    return wait_until(lambda: not cluster.is_alive(name))
+
+
+def decode_ended(count: int) -> Any:
+    """Return the row of nodes whose drain is cut short: `noticed_s_max` is the last one's end."""
+
+    def row(cluster: FaultCluster, number: int) -> dict[str, Any]:
+        cluster.drain_s = CUT_DRAIN_S
+        for name in cluster.pids:
+            cluster.kill(name)
+            wait_until(lambda name=name: not cluster.is_alive(name))  # type: ignore[misc]
+        cluster.revive()
+        wait_until(lambda: len(cluster.nodes()) == len(cluster.pids))
+        return hurt_nodes(cluster, number, "decode", end_amid_requests)
+
+    return with_cluster(row)(count)
 
 
 def prefill_killed(count: int) -> Any:
