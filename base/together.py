@@ -9,7 +9,9 @@ the task's count is changed by nobody but those who cancel it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from base.uninterrupted import uninterrupted
@@ -40,6 +42,45 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         del failed
     return [task.result() for task in tasks]
+
+
+async def merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield what several streams yield, as it comes. Consume under `contextlib.aclosing`.
+
+    Closing closes them. A stream goes on when all that was yielded before is taken.
+
+    Raises:
+        Exception: what the first that failed raised, alone; the others were closed.
+    """
+    items: deque[T] = deque()
+    has_come, are_taken = asyncio.Event(), asyncio.Event()
+
+    async def feed(stream: AsyncGenerator[T, None]) -> None:
+        async with aclosing(stream):
+            async for item in stream:
+                items.append(item)
+                are_taken.clear()
+                has_come.set()
+                await are_taken.wait()
+
+    work = asyncio.ensure_future(together(map(feed, streams)))
+    work.add_done_callback(lambda _: has_come.set())
+    try:
+        while items or not work.done():
+            await has_come.wait()
+            has_come.clear()
+            while items:
+                yield items.popleft()
+            are_taken.set()
+    finally:
+        await _ended([work])
+    failed = work.exception()
+    del work  # it holds the error, whose traceback holds this frame
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed
 
 
 def _has_failed(task: asyncio.Future[T]) -> bool:

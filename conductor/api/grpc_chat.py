@@ -136,7 +136,5 @@ class AnswerParts:
                 call_id = self._call_id(event.name, self._num_calls)
                 response.tool_calls.add(id=call_id, name=event.name, arguments=event.arguments)
                 self._num_calls += 1
-        if part.piece.finish_reason is not None:
-            response.usage.reasoning_tokens = part.num_reasoning_tokens
-            if self._num_calls and part.piece.finish_reason is FinishReason.STOP:
-                response.finish_reason = "tool_calls"
+        if self._num_calls and part.piece.finish_reason is FinishReason.STOP:
+            response.finish_reason = "tool_calls"

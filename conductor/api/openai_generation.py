@@ -38,6 +38,7 @@ from conductor.api.options import (
     Options,
     TextRequest,
     check_options,
+    check_prompt_logprobs,
     check_request_id,
     make_request,
     params_spelled,
@@ -48,9 +49,6 @@ from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
 from conductor.api.texts import asked_turn
 from conductor.api.turn import ChatTurn, Part, call_ids, parts_of, with_turn, without_thinking
-
-MAX_PROMPT_LOGPROBS = 1 << 18
-"""The log probabilities of the prompts of a call: some 10 MB of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +90,12 @@ async def completion(backend: Backend, body: CompletionBody, caller: Caller, rep
     caller.charge(len(body.prompt) * (body.n or 1) - 1)
     prompts = [await _prompt(body, given, model) for given in body.prompt]
     if options.prompt_logprobs is not None:
-        _require_few_logprobs(prompts, options.prompt_logprobs)
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_prompt_logprobs(num_tokens, options.prompt_logprobs)
     requests = _requests(backend, prompts, options, caller, reply, DEFAULT_COMPLETION_TOKENS)
     answer = _Generation(COMPLETION, backend, body, prompts, requests, reply)
     answer.is_prompt_alone = is_prompt_alone
     await answer.answer()
-
-
-def _require_few_logprobs(prompts: Sequence[_Prompt], num_top: int) -> None:
-    count = sum(len(prompt.token_ids) for prompt in prompts) * (1 + num_top)
-    if count > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequestError(
-            f"logprobs: with echo, at most {MAX_PROMPT_LOGPROBS} of all prompts together, not {count}: send "
-            "fewer prompts, or ask for fewer beside each token",
-            "logprobs",
-        )
 
 
 def _check(body: ChatBody | CompletionBody, model: ServedModel, reply: Reply) -> None:

@@ -34,6 +34,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_REQUEST_ID_CHARS = 128
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""The log probabilities of the prompts of a call: some 10 MB of JSON."""
 MAX_SHOWN_CHARS = 100
 """The most of a client's own words in an error."""
 
@@ -124,6 +126,17 @@ def check_options(options: Options, caller: Caller, model: ServedModel) -> None:
     check_token_ids(tuple(options.logit_bias), model, "logit_bias")
     for bias in options.logit_bias.values():
         _require_between("logit_bias", bias, -100.0, 100.0)
+
+
+def check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
+    """Raise InvalidRequestError for more log probabilities of prompts than an answer may have."""
+    count = num_tokens * (1 + num_top)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprobs: with echo, at most {MAX_PROMPT_LOGPROBS} of all prompts together, not {count}: send "
+            "fewer prompts, or ask for fewer beside each token",
+            "logprobs",
+        )
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:

@@ -9,7 +9,7 @@ closes the generator, which cancels the request on the nodes. Errors are raised,
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from operator import attrgetter
@@ -20,15 +20,18 @@ import grpc
 from base.errors import InvalidRequestError
 from base.message_bounds import FREE_BYTES, MAX_NUMBERS, parsed
 from base.off_loop import on_body
-from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SampledToken, SamplingParams, Slo
+from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SamplingParams, Slo
 from base.rpc import Service
 from conductor.api.access import Authorizer, Client, metadata
-from conductor.api.completion import Completions, Piece
+from conductor.api.completion import Completions, InProgress
 from conductor.api.embeddings.batch import EmbeddingBatch
-from conductor.api.embeddings.grpc_embeddings import embed_request, responses, wanted_of
+from conductor.api.embeddings.grpc_embeddings import embed_request, wanted_of
+from conductor.api.embeddings.grpc_embeddings import responses as embeddings
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
-from conductor.api.grpc_chat import AnswerParts, Conversation, conversation
+from conductor.api.grpc_chat import Conversation, conversation
+from conductor.api.grpc_generation import Echo, Generation, Taken
 from conductor.api.headers import Caller, header_slo, header_traceparent
+from conductor.api.openai_schema import MAX_CHOICES
 from conductor.api.openai_tools import MAX_TOOL_CALLS, MAX_TOOLS
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
@@ -36,25 +39,17 @@ from conductor.api.options import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     Options,
-    TextRequest,
     check_options,
+    check_prompt_logprobs,
     check_request_id,
     make_request,
     params_spelled,
     require_model,
     unique_id,
 )
-from conductor.api.prompt import text_token_ids
+from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.tokenizer import prompt_too_long
-from conductor.api.turn import (
-    ChatTurn,
-    Part,
-    call_ids,
-    parts_of,
-    prepare_turn,
-    with_turn,
-    without_thinking,
-)
+from conductor.api.turn import ChatTurn, call_ids, prepare_turn, with_turn, without_thinking
 from protos import inference_pb2, inference_pb2_grpc
 
 NAME = "conductor.v1.Inference"
@@ -107,23 +102,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         data: bytes,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        client = self._authorizer.client(metadata(context))
-        with self._completions.call(client.tenant) as call:
+        said = metadata(context)
+        client = self._authorizer.client(said)
+        with self._completions.call(client.tenant) as call, self._authorizer.more(said) as charge:
             call.take_bytes(len(data))
-            asked, request_id, answer = await self._asked(data, call.arrived_at_s, client, context)
-            num_tokens = 0
-            async with aclosing(self._answer_of(asked, answer)) as items:
-                async for item in items:
-                    piece = item.piece if isinstance(item, Part) else item
-                    num_tokens += len(piece.tokens)
-                    response = _response(request_id, piece)
-                    if piece.finish_reason is not None:
-                        response.finish_reason = piece.finish_reason.value
-                        response.usage.prompt_tokens = len(asked.request.token_ids)
-                        response.usage.completion_tokens = num_tokens
-                        response.usage.cached_tokens = piece.num_cached_tokens
-                    if answer is not None and isinstance(item, Part):
-                        answer.parts.put(item, response)
+            generation = await self._generation(
+                data, call.arrived_at_s, client, context, _charging(call, charge)
+            )
+            async with aclosing(generation.responses()) as responses:
+                async for response in responses:
                     yield response
 
     async def Embed(  # type: ignore[override]  # noqa: N802
@@ -138,25 +125,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             message, inputs = await on_body(data, embed_request)
             check_request_id(message.request_id)
             require_model(self._model, message.model or None)
-
-            def charge_both(count: int) -> None:
-                call.take_places(count)
-                charge(count)
-
-            caller = self._caller(message.slo, call.arrived_at_s, client, context)
-            caller = caller._replace(charge=charge_both)
+            caller = self._caller(message.slo, call.arrived_at_s, client, context, _charging(call, charge))
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             wanted = wanted_of(message, inputs, self._model)
             name = unique_id(request_id, self._rng)
             batch = EmbeddingBatch(self._completions, wanted, caller, name, self._rng)
             await batch.run()
-            async for response in responses(batch, request_id):
+            async for response in embeddings(batch, request_id):
                 yield response
-
-    def _answer_of(self, asked: TextRequest, answer: _Taken | None) -> AsyncGenerator[Piece | Part, None]:
-        if answer is None:
-            return self._completions.generate(asked)
-        return parts_of(self._completions, answer.turn, asked)
 
     async def ListModels(  # type: ignore[override]  # noqa: N802
         self,
@@ -167,35 +143,41 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         model = inference_pb2.Model(id=self._model.name, max_model_len=self._model.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
-    async def _asked(
+    async def _generation(
         self,
         data: bytes,
         arrived_at_s: float,
         client: Client,
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> tuple[TextRequest, str, _Taken | None]:
+        charge: Callable[[int], None],
+    ) -> Generation:
+        """Return what a message asks for; raises ServeError."""
         with params_spelled(_FIELD_OF):
             said = await on_body(data, _said)
-        message = said.message
+        message, options = said.message, said.options
         prompt_field = _PROMPT_FIELD_OF[message.WhichOneof("input")]
         with params_spelled({**_FIELD_OF, "prompt": prompt_field}):
             check_request_id(message.request_id)
             require_model(self._model, message.model or None)
-            caller = self._caller(message.slo, arrived_at_s, client, context)
-            check_options(said.options, caller, self._model)
-            options, answer = said.options, None
+            caller = self._caller(message.slo, arrived_at_s, client, context, charge)
+            check_options(options, caller, self._model)
+            num_choices = message.n or 1
+            if num_choices > MAX_CHOICES:
+                raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices", "n")
+            caller.charge(num_choices - 1)
+            taken = echo = None
             if isinstance(said.prompt, Conversation):
                 turn = await self._turn(said, said.prompt)
                 token_ids, options = turn.token_ids, with_turn(options, turn)
                 if turn.form is not None:
-                    name = call_ids(self._model.family, self._rng, said.prompt.num_calls)
-                    answer = _Taken(turn, AnswerParts(name))
+                    taken = Taken(turn, call_ids(self._model.family, self._rng, said.prompt.num_calls))
             else:
                 token_ids = await self._token_ids(said)
+                echo = await self._echo(said, token_ids)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
-        return asked, request_id, answer
+        return Generation(self._completions, asked, num_choices, request_id, taken, echo)
 
     def _caller(
         self,
@@ -203,6 +185,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived_at_s: float,
         client: Client,
         context: grpc.aio.ServicerContext[Any, Any],
+        charge: Callable[[int], None],
     ) -> Caller:
         headers, deadline_s = metadata(context), context.time_remaining()
         return Caller(
@@ -211,7 +194,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             client.tenant,
             header_traceparent(headers),
             client.may_be_critical,
-            deadline_s=deadline_s,
+            charge,
+            deadline_s,
         )
 
     async def _turn(self, said: _Said, talk: Conversation) -> ChatTurn:
@@ -237,12 +221,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     raise prompt_too_long(len(token_ids), self._model.max_model_len)
                 return token_ids
 
+    async def _echo(self, said: _Said, token_ids: tuple[int, ...]) -> Echo | None:
+        """Return what is shown of a prompt; None: nothing."""
+        if not said.message.echo:
+            return None
+        options = said.options
+        if options.prompt_logprobs is not None:
+            check_prompt_logprobs(len(token_ids), options.prompt_logprobs)
+        if isinstance(said.prompt, str):
+            return Echo(said.prompt, _is_prompt_alone(said.message))
+        text = await token_ids_text(self._model, token_ids, "prompt", options.skip_special_tokens)
+        return Echo(text, _is_prompt_alone(said.message))
 
-class _Taken(NamedTuple):
-    """An answer that is taken apart."""
 
-    turn: ChatTurn
-    parts: AnswerParts
+def _charging(call: InProgress, charge: Callable[[int], None]) -> Callable[[int], None]:
+    """Return what counts further sequences of a call, in its places and in its tenant's quota."""
+
+    def both(count: int) -> None:
+        call.take_places(count)
+        charge(count)
+
+    return both
 
 
 class _Said(NamedTuple):
@@ -269,6 +268,8 @@ def _said(data: bytes) -> _Said:
         case "token_ids":
             prompt = tuple(message.token_ids.ids)
         case "chat":
+            if message.echo:
+                raise InvalidRequestError("echo: the prompt of a chat is not shown", "echo")
             prompt = conversation(message.chat)
     return _Said(message, prompt, _options(message))
 
@@ -289,22 +290,30 @@ def _check_lists(message: inference_pb2.GenerateRequest) -> None:
 
 def _options(message: inference_pb2.GenerateRequest) -> Options:
     sampling, stop = message.sampling, message.stop
+    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
+    logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     return Options(
         sampling={name: getattr(sampling, name) for name in SAMPLING_FIELDS if sampling.HasField(name)},
         logit_bias=dict(sampling.logit_bias),
         grammar=_grammar(sampling) if sampling.HasField("grammar") else None,
         grammar_param="sampling.grammar",
-        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        max_tokens=1 if _is_prompt_alone(message) else max_tokens,
         min_tokens=stop.min_tokens,
         stop=tuple(stop.strings),
         stop_token_ids=tuple(stop.token_ids),
         ignore_eos=stop.ignore_eos,
         include_stop=stop.include_stop_str_in_output,
         skip_special_tokens=_or_true(message, "skip_special_tokens"),
-        logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if message.echo else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
     )
+
+
+def _is_prompt_alone(message: inference_pb2.GenerateRequest) -> bool:
+    """Return whether the prompt is to be shown, and no more."""
+    return message.echo and message.stop.HasField("max_tokens") and not message.stop.max_tokens
 
 
 def _or_true(
@@ -341,21 +350,3 @@ def _slo(given: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Sl
         if not bound_s > 0:
             raise InvalidRequestError(f"{name}: seconds above 0 are wanted", name)
     return Slo(ttft_s if deadline_s is None else min(ttft_s, max(deadline_s, 0.0)), tbt_s, gap_s)
-
-
-def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        request_id=request_id,
-        text=piece.text,
-        token_ids=[token.token_id for token in piece.tokens],
-        logprobs=[_logprobs(token) for token in piece.tokens if token.logprobs is not None],
-    )
-
-
-def _logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
-    logprobs = token.logprobs
-    assert logprobs is not None
-    return inference_pb2.TokenLogprobs(
-        sampled=inference_pb2.TokenLogprob(token_id=token.token_id, logprob=logprobs.logprob),
-        top=[inference_pb2.TokenLogprob(token_id=item, logprob=value) for item, value in logprobs.top],
-    )

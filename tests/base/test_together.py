@@ -3,10 +3,11 @@
 import asyncio
 import gc
 import weakref
+from contextlib import aclosing
 
 import pytest
 
-from base.together import together
+from base.together import merged, together
 
 
 class BrokenError(Exception):
@@ -88,6 +89,79 @@ async def test_an_error_leaves_nothing_for_the_garbage_collector():
         fails = asyncio.Event()
         fails.set()
         await ask()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert errors[0]() is None
+    finally:
+        gc.enable()
+
+
+async def counting(name, count, log):
+    try:
+        for number in range(count):
+            log.append((name, number))
+            yield name, number
+    finally:
+        log.append((name, "closed"))
+
+
+async def test_streams_are_merged_as_they_come_and_wait_until_each_item_is_taken():
+    log, taken = [], []
+    async with aclosing(merged(counting(name, count, log) for name, count in (("a", 3), ("b", 1)))) as items:
+        async for item in items:
+            taken.append(item)
+            ahead = [made for made in log if made[1] != "closed" and made not in taken]
+            assert len(ahead) <= 1, "one of each stream"
+    assert taken == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+    assert [made for made in log if made[1] == "closed"] == [("b", "closed"), ("a", "closed")]
+    async with aclosing(merged(iter(()))) as items:
+        assert [item async for item in items] == []
+
+
+async def test_closing_closes_the_merged_streams():
+    log = []
+    async with aclosing(merged(counting(name, 9, log) for name in "ab")) as items:
+        assert await anext(items) == ("a", 0)
+    assert log == [("a", 0), ("b", 0), ("a", "closed"), ("b", "closed")]
+
+
+async def test_a_stream_that_fails_closes_the_others_after_what_came_before():
+    log, taken = [], []
+
+    async def broken():
+        yield "once"
+        raise BrokenError
+
+    async def take():
+        async with aclosing(merged([counting("a", 9, log), broken()])) as items:
+            async for item in items:
+                taken.append(item)
+
+    with pytest.raises(BrokenError):
+        await take()
+    assert taken[:2] == [("a", 0), "once"]
+    assert log[-1] == ("a", "closed")
+    assert asyncio.current_task().cancelling() == 0
+
+
+async def test_a_merged_failure_leaves_nothing_for_the_garbage_collector():
+    gc.disable()
+    try:
+        errors = []
+
+        async def broken():
+            yield 1
+            raise BrokenError
+
+        async def take():
+            try:
+                async with aclosing(merged([broken()])) as items:
+                    async for _ in items:
+                        pass
+            except BrokenError as error:
+                errors.append(weakref.ref(error))
+
+        await take()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert errors[0]() is None

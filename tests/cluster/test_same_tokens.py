@@ -3,13 +3,15 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from openai import OpenAI
 from tokenizers import Tokenizer
 
 from engine.weights import load_model
-from tests.cluster.asking import EOS, generated
+from protos.inference_pb2_grpc import InferenceStub
+from tests.cluster.asking import EOS, PATIENCE_S, generate_request, generated
 from tests.cluster.conftest import BLOCK_SIZE
 from tests.engine.builders import reference
 from tests.engine.test_smollm2 import all_prompts, fast_prompts
@@ -73,6 +75,22 @@ def test_a_prompts_logprobs_are_those_of_transformers(cluster, model, tokenizer)
                 assert given == pytest.approx(wanted, abs=1e-4), turn
                 best = [max(top.values()) for top in choice.logprobs.top_logprobs[1:]]
                 assert best == pytest.approx(logprobs.amax(-1).tolist(), abs=1e-4), turn
+
+
+def test_grpc_shows_the_same_of_a_prompt_to_two_choices_that_say_the_same(cluster, model, tokenizer):
+    (prompt,) = token_prompts(tokenizer, fast_prompts()[:1])
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    shown, token_ids = [], {0: [], 1: []}
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        asked = generate_request(prompt, 8, echo=True, num_logprobs=0, n=2)
+        for response in InferenceStub(channel).Generate(asked, timeout=PATIENCE_S * 5):
+            shown += zip(response.prompt.token_ids, response.prompt.logprobs, strict=True)
+            token_ids[response.index] += response.token_ids
+    assert [token_id for token_id, _ in shown] == prompt
+    assert [found.sampled.logprob for _, found in shown[1:]] == pytest.approx(expected, abs=1e-4)
+    assert token_ids[0] == token_ids[1] != []
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from base.clock import SystemClock
 from base.config import ServerConfig, SloConfig
 from base.errors import ServeError
 from base.metrics import ConductorMetrics, process_registry
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, Request, SampledToken, TokenLogprobs
 from conductor.api.completion import Completions
 from conductor.api.served_model import ServedModel, load_served_model
@@ -134,6 +136,20 @@ def spoken(
 def _logprobs(token_id: int) -> TokenLogprobs:
     """The sampled token at -0.5, and ids 100 and 101 as what else was likely."""
     return TokenLogprobs(-0.5, ((100, -0.25), (101, float("-inf"))))
+
+
+def scored(model: ServedModel, request: Request, text: str) -> list[Step]:
+    """Return the steps of a model to which each token of a prompt has minus its place as its logprob."""
+    steps = spoken(model, text, FinishReason.LENGTH, with_logprobs=request.num_logprobs is not None)
+    if request.num_prompt_logprobs is None:
+        return steps
+    values = array("f", [-float(at) for at in range(1, len(request.token_ids))])
+    top = array("f", [-0.5] * (len(values) * request.num_prompt_logprobs))
+    ids = array("I", [100] * len(top))
+    found = PromptLogprobs(values.tobytes(), ids.tobytes(), top.tobytes())
+    first = steps[0]
+    assert isinstance(first, Generated)
+    return [first._replace(prompt_logprobs=found), *steps[1:]]
 
 
 class Api:

@@ -1,16 +1,14 @@
 """/v1/completions and the small calls, by the official client against a real server."""
 
-from array import array
 from contextlib import asynccontextmanager
 
 import httpx
 import openai
 import pytest
 
-from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason
 from conductor.api.openai_schema import DEFAULT_COMPLETION_TOKENS
-from tests.conductor.fakes import MODEL, serving, spoken
+from tests.conductor.fakes import MODEL, scored, serving, spoken
 
 
 @asynccontextmanager
@@ -81,21 +79,8 @@ async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(model):
 
 @asynccontextmanager
 async def scoring(model, text="!"):
-    """Serve by a cluster to which each token of a prompt has minus its place as its log probability."""
-
-    def script(request):
-        steps = spoken(model, text, FinishReason.LENGTH, with_logprobs=request.num_logprobs is not None)
-        if request.num_prompt_logprobs is None:
-            return steps
-        values = array("f", [-float(at) for at in range(1, len(request.token_ids))])
-        num_top = request.num_prompt_logprobs
-        top = array("f", [-0.5] * (len(values) * num_top))
-        ids = array("I", [100] * len(top))
-        scored = PromptLogprobs(values.tobytes(), ids.tobytes(), top.tobytes())
-        return [steps[0]._replace(prompt_logprobs=scored), *steps[1:]]
-
     async with (
-        serving(model, script) as api,
+        serving(model, lambda request: scored(model, request, text)) as api,
         openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client, api
@@ -141,7 +126,7 @@ async def test_a_prompt_can_be_had_without_an_answer(model):
 
 
 async def test_more_logprobs_than_an_answer_may_have_are_refused(model, monkeypatch):
-    monkeypatch.setattr("conductor.api.openai_generation.MAX_PROMPT_LOGPROBS", 20)
+    monkeypatch.setattr("conductor.api.options.MAX_PROMPT_LOGPROBS", 20)
     async with scoring(model) as (client, _):
         asked = {"model": MODEL, "echo": True, "max_tokens": 1}
         await client.completions.create(**asked, prompt=[[5] * 5] * 2, logprobs=1)

@@ -1,0 +1,162 @@
+"""The choices of one `Generate` call, as the responses that bring them.
+
+Of several choices the first goes ahead, as over HTTP, and the others match the KV of its prompt. Responses
+come as tokens do, each with the index of its choice. What is shown of the prompt comes once, before the
+first choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import NamedTuple
+
+from base.prompt_logprobs import PromptLogprobs
+from base.request import FinishReason, SampledToken
+from base.together import merged
+from conductor.api.completion import PART_UNITS, Completions, Piece
+from conductor.api.grpc_chat import AnswerParts
+from conductor.api.options import TextRequest
+from conductor.api.turn import ChatTurn, Part, parts_of
+from protos import inference_pb2 as pb
+
+PART_CHARS = 1 << 16
+"""Characters of a prompt after which its next part begins: clients take messages of 4 MB."""
+PART_TOKENS = 1 << 14
+
+
+class Echo(NamedTuple):
+    """The prompt as a client is shown it."""
+
+    text: str
+    is_alone: bool
+    """Whether the answer is the prompt and no more."""
+
+
+class Taken(NamedTuple):
+    """How an answer is taken apart."""
+
+    turn: ChatTurn
+    call_id: Callable[[str, int], str]
+    """Names a call by its tool and its number."""
+
+
+class Generation:
+    """The choices of a call. Owned by the event loop."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        asked: TextRequest,
+        num_choices: int,
+        request_id: str,
+        taken: Taken | None,
+        echo: Echo | None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            asked: The request of all choices.
+            request_id: What the client calls it.
+            taken: None: the answer is text and no more.
+            echo: None: nothing is shown of the prompt.
+        """
+        self._completions, self._asked, self._request_id = completions, asked, request_id
+        self._num_choices, self._taken, self._echo = num_choices, taken, echo
+        self._num_left = num_choices
+        self._num_tokens = self._num_cached_tokens = 0
+        self._num_reasoning_tokens: dict[int, int] = {}
+
+    def responses(self) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Return what yields them, and raises ServeError. Consume under `aclosing`: closing cancels."""
+        prefilled = asyncio.Event()
+        if self._num_choices == 1:
+            return self._choice(0, self._asked, prefilled)
+        choices = range(self._num_choices)
+        return merged(self._choice(index, self._asked.choice(index), prefilled) for index in choices)
+
+    async def _choice(
+        self, index: int, asked: TextRequest, prefilled: asyncio.Event
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yield one choice; the first says when the others may begin."""
+        if index:
+            await prefilled.wait()
+        parts = AnswerParts(self._taken.call_id) if self._taken is not None else None
+        async with aclosing(self._answer_of(asked)) as items:
+            async for item in items:
+                piece = item.piece if isinstance(item, Part) else item
+                if not prefilled.is_set():
+                    prefilled.set()
+                    async with aclosing(self._shown_prompt(piece.prompt_logprobs)) as shown:
+                        async for response in shown:
+                            yield response
+                if self._echo is not None and self._echo.is_alone:
+                    piece = piece._replace(text="", tokens=(), finish_reason=FinishReason.LENGTH)
+                response = self._response(index, piece)
+                if parts is not None and isinstance(item, Part):
+                    parts.put(item, response)
+                    self._num_reasoning_tokens[index] = item.num_reasoning_tokens
+                if piece.finish_reason is not None:
+                    self._finish(response)
+                yield response
+
+    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece | Part, None]:
+        if self._taken is None:
+            return self._completions.generate(asked)
+        return parts_of(self._completions, self._taken.turn, asked)
+
+    async def _shown_prompt(
+        self, logprobs: PromptLogprobs | None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        if self._echo is None:
+            return
+        token_ids, text = self._asked.request.token_ids, self._echo.text
+        num_top = self._asked.request.num_prompt_logprobs or 0
+        count = max(1, PART_UNITS // (1 + num_top)) if logprobs is not None else PART_TOKENS
+        for at in range(max(-(-len(text) // PART_CHARS), -(-len(token_ids) // count))):
+            await self._completions.turn(PART_UNITS)
+            begin, end = at * count, min((at + 1) * count, len(token_ids))
+            tokens = () if logprobs is None else logprobs.tokens(token_ids, begin, end)
+            prompt = pb.Prompt(
+                text=text[at * PART_CHARS : (at + 1) * PART_CHARS],
+                token_ids=token_ids[begin:end],
+                logprobs=map(_logprobs, tokens),
+            )
+            yield pb.GenerateResponse(request_id=self._request_id, prompt=prompt)
+
+    def _response(self, index: int, piece: Piece) -> pb.GenerateResponse:
+        """Return what brings a piece, and count it."""
+        self._num_tokens += len(piece.tokens)
+        if not index:
+            self._num_cached_tokens = piece.num_cached_tokens
+        return pb.GenerateResponse(
+            request_id=self._request_id,
+            index=index,
+            text=piece.text,
+            token_ids=[token.token_id for token in piece.tokens],
+            logprobs=[_logprobs(token) for token in piece.tokens if token.logprobs is not None],
+            finish_reason="" if piece.finish_reason is None else piece.finish_reason.value,
+        )
+
+    def _finish(self, response: pb.GenerateResponse) -> None:
+        """Write the usage of all choices on the last response."""
+        self._num_left -= 1
+        if self._num_left:
+            return
+        usage = response.usage
+        usage.prompt_tokens = len(self._asked.request.token_ids)
+        usage.completion_tokens = self._num_tokens
+        usage.cached_tokens = self._num_cached_tokens
+        usage.reasoning_tokens = sum(self._num_reasoning_tokens.values())
+
+
+def _logprobs(token: SampledToken) -> pb.TokenLogprobs:
+    """Return what is known of a token; nothing of the first of a prompt."""
+    logprobs = token.logprobs
+    if logprobs is None:
+        return pb.TokenLogprobs()
+    return pb.TokenLogprobs(
+        sampled=pb.TokenLogprob(token_id=token.token_id, logprob=logprobs.logprob),
+        top=[pb.TokenLogprob(token_id=item, logprob=value) for item, value in logprobs.top],
+    )
