@@ -108,7 +108,8 @@ async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Aske
 def _setting(instructions: str | None, tools: Sequence[ToolSpec], variables: Mapping[str, Any]) -> bytes:
     """Return what is equal where the prompts of two turns begin alike: a digest, however long these are."""
     shown = [instructions, [tool.as_template_sees_it() for tool in tools], dict(variables)]
-    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=16).digest()
+    text = json.dumps(shown, ensure_ascii=False)  # in one call, during which all threads stand
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _hold(
