@@ -21,6 +21,7 @@ from base.config import (
     EngineConfig,
     NodesConfig,
     PoolConfig,
+    SchedulerConfig,
     ServerConfig,
     StoreConfig,
     TlsConfig,
@@ -129,6 +130,8 @@ def fortress(model: LocalModel, folder: Path) -> Iterator[Fortress]:
             prefill=PoolConfig(nodes=1, engine=engine),
             decode=PoolConfig(nodes=1, engine=engine),
             transfer=TransferConfig(transports=("tcp",)),
+            # Every prompt is handed over, so that all ports are used.
+            scheduler=SchedulerConfig(roles="fixed"),
             store=StoreConfig(
                 dram_gib=0.25, disk_path=str(folder / "disk"), disk_gib=0.5, redis_url=redis_server.url
             ),
