@@ -62,7 +62,7 @@ from protos.inference_pb2_grpc import InferenceStub
 BLOCK_SIZE = 32
 CACHE_DIR = Path("~/.cache/conductor-cluster")
 NODES = 2
-"""Of each role, where they are stubs; one of each, where they are real."""
+"""Number of nodes of each role, where they are stubs; of real ones there is one of each."""
 
 AHEAD_S = 1e6
 """Everything is placed when it comes, as in replay."""
@@ -139,7 +139,7 @@ class Recorded:
 
     live: LiveRun
     kept: frozenset[int]
-    """Of the served requests, those whose busy period was undisturbed."""
+    """Numbers of the served requests whose busy period was undisturbed."""
     profile: Profile
     """Fitted to it; of real nodes, to the undisturbed steps."""
 

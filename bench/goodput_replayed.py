@@ -35,7 +35,7 @@ from conductor.replay.trace_formats import read_trace
 
 BLOCK_TOKENS = 64
 CHUNK_BEFORE_BUDGETS = 512
-"""Of colocated nodes, in results that name none."""
+"""Chunk of colocated nodes, in results that name none."""
 
 
 def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace | None) -> Trace:

@@ -15,7 +15,7 @@ from bench.hostile_bodies import FILLINGS, HOLE, SERVED_MODEL, Body, Filling, Si
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 LIMIT = 8 << 20
 ARGUMENT_BYTES = 1 << 19
-"""Of JSON within a text: half of what all of a conversation may have, because it is escaped."""
+"""Bytes of JSON within a text: half of what a conversation may have of it, because it is escaped."""
 TEXTS = (
     *("text", "text of one word", "text of spaces", "text of faces", "text of special tokens"),
     *("text of quotes", "text of marks", "text of NULs"),

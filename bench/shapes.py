@@ -39,7 +39,7 @@ TINY = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=4096,
 )
-"""For a try on a CPU."""
+"""A shape to try on a CPU."""
 
 PREFILL_CHUNK = 4096
 COLOCATED_CHUNK = 8192
@@ -61,7 +61,7 @@ class Shape:
     decode: int
     """0: the prefill pool's nodes have both roles."""
     chunk_tokens: int
-    """Of the nodes that compute prompts."""
+    """Longest chunk of the nodes that compute prompts."""
     has_budgets: bool = True
     """Whether steps follow the slack of those who decode; False: whole chunks."""
 
