@@ -35,7 +35,7 @@ from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
 from bench.about_run import about_run
-from bench.shapes import PROFILES, about, write_model
+from bench.shapes import about, profile_of, write_model
 from deploy.plan import chunk_attention
 from engine.build import Engine, build_engine
 from engine.sequence import Sequence
@@ -119,7 +119,7 @@ def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> di
         threads=options.threads,
         pipeline_parallel=stages,
     )
-    config = replace(config, chunk_attention=chunk_attention(config, PROFILES[options.model]))
+    config = replace(config, chunk_attention=chunk_attention(config, profile_of(options.model)))
     if options.split:
         splits = {len(split): split for split in options.split}
         config = replace(config, stage_layers=splits.get(stages, ()))

@@ -20,6 +20,7 @@ from typing import Any
 from base.clock import wall_clock_s
 from bench.about_run import current_commit
 from bench.goodput_replayed import compared, shape_of
+from bench.shapes import CARDS
 from conductor.placing.profile import Profile
 from conductor.profile_file import load_profile
 from conductor.replay.trace import Trace
@@ -36,13 +37,12 @@ NAMES = (
     "goodput_trace",
     "goodput_trace_slo",
 )
-PROFILES = {"NVIDIA H200": "h200-llama8b", "NVIDIA H100 80GB HBM3": "h100-llama8b"}
 JUDGED = ("median_ttft_ms", "median_tpot_ms")
 
 
 def rows_of(name: str, told: dict[str, Any], trace: Trace | None) -> Iterator[dict[str, Any]]:
     """Yield each rate of a result, measured and replayed."""
-    profile: Profile = load_profile(PROFILES[told["gpus"][0]])
+    profile: Profile = load_profile(CARDS[told["gpus"][0]])
     for measured in told["shapes"]:
         shape = shape_of(told, measured["shape"])
         for tried in measured["tried"]:

@@ -50,6 +50,9 @@ PREFILL_BATCH = 8
 """Prompts that a prefill node computes at once."""
 
 PROFILES = {"8b": "h200-llama8b", "0.6b": "h200-llama8b", "tiny": "cpu-smollm2"}
+"""By model; that of 8b on another card than an H200 stands in `CARDS`."""
+CARDS = {"NVIDIA H200": "h200-llama8b", "NVIDIA H100 80GB HBM3": "h100-llama8b"}
+"""Profiles of 8b by the name that CUDA gives a card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,12 @@ def parse_shape(text: str) -> Shape:
 def model_config(name: str) -> PreTrainedConfig:
     """Return the configuration of `8b`, `0.6b` or `tiny`; raises KeyError."""
     return {**SHAPES, "tiny": TINY}[name]
+
+
+def profile_of(model: str) -> str:
+    """Return the name of a model's profile on this machine's first card."""
+    card = torch.cuda.get_device_name(0) if model == "8b" and torch.cuda.is_available() else ""
+    return CARDS.get(card, PROFILES[model])
 
 
 def write_model(name: str, folder: Path, max_model_len: int = 0) -> LocalModel:
@@ -140,7 +149,7 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
         prompts_only = limits.max_batch
     computing = replace(limits.engine(shape.chunk_tokens, prompts_only), pipeline_parallel=limits.stages)
     return ClusterConfig(
-        profile=PROFILES[model],
+        profile=profile_of(model),
         server=ServerConfig(http_port=0, grpc_port=0),
         scheduler=SchedulerConfig(
             roles="follow" if limits.follows_load and shape.has_budgets else "fixed",

@@ -132,15 +132,15 @@ def chats(seconds: float, longest_tokens: int = 24_000) -> Load:
     return at
 
 
-def burst(peak: float) -> Trace:
-    """Return 8,000 tokens in and 1,000 out, 1 request a second to `peak` and back in 300 s.
+def burst(peak: float, seconds: float = 300.0) -> Trace:
+    """Return 8,000 tokens in and 1,000 out, 1 request a second to `peak` and back in `seconds`.
 
     That is more than two nodes can serve in time: who cannot be is refused, as a service does.
     """
     rng, at_s = random.Random(3), 0.0
     rows: list[TraceRequest] = []
-    while at_s < 300.0:
-        rate = 1.0 + (peak - 1.0) * (1.0 - abs(at_s - 150.0) / 150.0)
+    while at_s < seconds:
+        rate = 1.0 + (peak - 1.0) * (1.0 - abs(2 * at_s / seconds - 1.0))
         at_s += rng.expovariate(rate)
         number = len(rows)
         rows.append(TraceRequest(at_s, 8_000, 1_000, range(number * 125, number * 125 + 125)))
