@@ -83,7 +83,7 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63), step_cost)
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     prometheus = PrometheusHistory(server.prometheus, clock, wall_clock_s) if server.prometheus else None
-    shown = PageSettings(config.slo, config.tracing.page, bounds[1])
+    shown = PageSettings(config.slo, config.tracing.page, bounds[1], settings.roles_follow)
     page = PageData(history, dispatcher, membership, view, decisions, shown, clock, prometheus)
     arguments = _replay_arguments(config)
     replays = Replays(traffic, config.block_size, arguments, partial(paces_of, view))

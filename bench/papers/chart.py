@@ -43,6 +43,8 @@ def chart(heading: str, unit: str, runs: Sequence[tuple[str, Line]], is_file: bo
         drawn.append(f'<text x="4" y="{y:.0f}" font-size="10">{most_y * share:.3g}</text>')
         drawn.append(f'<path d="M{MARGIN} {y:.0f}h{wide}" stroke="#ddd"/>')
     drawn.append(f'<text x="{WIDTH / 2:.0f}" y="{HEIGHT - 10}" font-size="11">{escape(unit)}</text>')
+    if not points:
+        drawn.append(f'<text x="{WIDTH / 2:.0f}" y="{HEIGHT / 2 - 6:.0f}" font-size="11">none</text>')
     namespace = ' xmlns="http://www.w3.org/2000/svg"' if is_file else ""
     return (
         f'<svg{namespace} role="img" aria-label="{escape(heading)}" width="{WIDTH}" height="{HEIGHT}" '

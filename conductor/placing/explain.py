@@ -292,8 +292,9 @@ def _prefill_candidates(
 def _decode_candidates(
     made: Decision, nodes: tuple[NodeSeen, ...], cost: CostModel, settings: SchedulerSettings
 ) -> list[dict[str, Any]]:
-    """Return the nodes that could decode, shortest predicted step first."""
+    """Return the nodes that could decode, the shortest predicted step first; one that lends comes last."""
     view = view_of(made, cost)
+    chosen = made.result.decode_node if isinstance(made.result, Placement) else None
     needed = tokens_needed(made.asked, view)
 
     def beside_s(node: NodeSeen) -> float | None:
@@ -317,8 +318,8 @@ def _decode_candidates(
             "fits": node.free_tokens >= needed,
             "is_avoided": node.node_id in made.asked.avoid,
         }
-        for node in sorted(nodes, key=lambda node: node.step_s)
-        if node.decodes
+        for node in sorted(nodes, key=lambda node: (not node.decodes, node.step_s))
+        if node.decodes or node.node_id == chosen
     ]
 
 

@@ -4,7 +4,7 @@
     waited      for a placement                         known when it is placed
     ahead       of a rejected one: those who waited before it
     dispatched  messages; beneath it: reserved          learned
-    queued      on the prefill node; beneath: loaded    the queue, or the fetch where that is longer
+    queued      to be computed; beneath: loaded         the queue, or the fetch where that is longer
     prefilled   in chunks; beneath: written             the cost model's
     handed over what of the writing shows               the cost model's
     decoded     the steps after the first token         the predicted TBT, for as many tokens

@@ -64,6 +64,8 @@ class PageSettings(NamedTuple):
     """The address of a trace, `TracingConfig.page`."""
     max_body_bytes: int = 8 << 20
     """The most that one call may have, and so a trace that is dropped: `ServerConfig.max_body_mib`."""
+    roles_follow: bool = False
+    """Whether roles follow the load: a node of either role is one node, to the page's replays."""
 
 
 class _Kept(NamedTuple):
@@ -184,6 +186,7 @@ class PageData:
             "in_control": self._membership.in_control(),
             "lacked": history.fullest[0].counts(MINUTE_S // NODE_STEPS_S[0]),
             "max_body_bytes": self._settings.max_body_bytes,
+            "roles_follow": self._settings.roles_follow,
             "columns": NODE_COLUMNS,
             "nodes": [self._row(session, now_s, line_s) for session in sessions],
             "links": [[*pair, round(rate)] for pair, rate in links if rate > LEAST_RATE],

@@ -15,7 +15,7 @@ const BUDGETS = { queue: "queue", step: "step", kv: "KV blocks" };
 const OF_ROLE = { prefill: ["queue"], decode: ["step", "kv"] };
 const TERMS = [
   ["budget", "What a node may use up until requests are rejected. Queue: seconds of prompts, of what the bound on TTFT leaves beside the computing. Step: how far its decode step has grown from that of one request to the longest that the bound on TBT admits. KV: its blocks. The bottleneck is the fullest from 60 % on, and where requests are rejected the fullest of the role that they lacked."],
-  ["prefill, decode", "Prefill nodes compute prompts, decode nodes the tokens of answers after the first, step by step for all requests at once."],
+  ["prefill, decode", "Prefill nodes compute prompts, decode nodes the tokens of answers after the first, step by step for all requests at once. Where roles follow the load (scheduler.roles, the default) they are what a node prefers: it does the other's work too where that is better, and changes."],
   ["queue", "Predicted seconds of prompts before one that came now: those that a prefill node has, and its part of those that wait at the conductor to be placed."],
   ["step", "Predicted seconds of a decode node's next step: one more token for each request there."],
   ["pace", "How many times what its profile says a node's work takes, as measured lately: 1 is as expected, 3 three times slower."],
@@ -74,7 +74,7 @@ export function lacked(fullest, fromS, untilS) {
 // The role that rejected requests lacked; empty: hardly any did.
 const short = ({ came, prefill, decode }) => (Math.max(prefill, decode) < Math.max(1, NOTABLE * came) ? "" : prefill >= decode ? "prefill" : "decode");
 const WHY = {
-  prefill: "because no prefill node could have had their first token ready in time",
+  prefill: "because no node could have had their first token ready in time",
   decode: "because no decode node could have taken them within the bound on TBT, or had room",
   speed: "that not even an idle node would have served in time: more nodes would not help them, a faster one or a longer bound would",
 };

@@ -27,13 +27,18 @@ export function fitting(text, most) {
   return { text: end === text.length ? text : text.slice(0, end), lines };
 }
 
-// The clusters a step away from the one there is, as texts like 2P1D, and what each is called.
-export function steps(nodes) {
+// The clusters a step away from the one there is, as texts like 2P1D, and what each is called. Where roles follow the load
+// a cluster is its number of nodes: whichever role one more begins with, it changes.
+export function steps(nodes, isFollowing = false) {
   const many = (roles) => nodes.filter((node) => node.roles === roles && !node.draining).length;
   const [prefill, decode, both] = [many("prefill"), many("decode"), many("decode+prefill")];
   if (both && !prefill && !decode) return [[`${both}C`, "as it is"], [`${both + 1}C`, "one more node"], ...(both > 1 ? [[`${both - 1}C`, "one less"]] : [])];
   if (!prefill || !decode) return [];
   const rest = both ? `${both}C` : "", name = (p, d) => `${p}P${d}D${rest}`;
+  if (isFollowing) {
+    const less = prefill > decode ? [prefill - 1, decode] : [prefill, decode - 1];
+    return [[name(prefill, decode), "as it is"], [name(prefill + 1, decode), "one more node"], ...(less[1] ? [[name(...less), "one less"]] : [])];
+  }
   const found = [[name(prefill, decode), "as it is"], [name(prefill + 1, decode), "one more prefill node"], [name(prefill, decode + 1), "one more decode node"]];
   if (prefill > 1) found.push([name(prefill - 1, decode + 1), "one of prefill to decode"]);
   if (decode > 1) found.push([name(prefill + 1, decode - 1), "one of decode to prefill"]);
@@ -135,8 +140,8 @@ async function run(which, trace, view, again) {
   }
 }
 
-function sized(nodes) {
-  const found = steps(nodes);
+function sized({ told, nodes }) {
+  const found = steps(nodes, told.roles_follow);
   return found.length ? found : [["1P1D", "as it is"], ["2P1D", "one more prefill node"], ["1P2D", "one more decode node"]];
 }
 
@@ -149,7 +154,7 @@ export const replay = {
       element("p", {}, "Drop a trace and see, in virtual time, how this conductor's scheduler would serve it with nodes of your choice. The same as ", element("code", {}, "conductor replay TRACE --html"), "."),
       element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
         element("label", { class: "drop", for: "file", id: "drop" }, element("span", { id: "named" }, dropped ? dropped.name : "Drop a trace here, or choose a file: JSON Lines or CSV, plain or .gz"), element("input", { id: "file", type: "file", accept: ".jsonl,.json,.csv,.gz" })),
-        element("div", { class: "row" }, field("nodes", "Clusters, up to five: 2P1D is 2 prefill, 1 decode", sized(nodes)[0][0], { placeholder: "2P2D 3P1D", size: 16 }), bounds(told), element("button", {}, "Replay"))),
+        element("div", { class: "row" }, field("nodes", "Clusters, up to five: 2P1D is 2 prefill, 1 decode", sized({ told, nodes })[0][0], { placeholder: "2P2D 3P1D", size: 16 }), bounds(told), element("button", {}, "Replay"))),
       ...outcome("replay"),
       results.replay || working.replay ? null : element("p", { class: "empty" }, "A trace has a row for each request: ", element("code", {}, '{"timestamp": 0, "input_length": 2236, "output_length": 225, "hash_ids": [0, 1, 2, 3, 4]}'), ": the milliseconds when it came, the tokens of its prompt and of its answer, and a number for each block of the prompt, which two prompts share where their beginnings are alike. A decision log of a conductor is one too."),
     ].filter(Boolean);
@@ -181,10 +186,10 @@ export const whatif = {
   title: "What if", isStill: true,
   load: now,
   draw({ told, nodes }) {
-    const found = sized(nodes), called = Object.fromEntries(found);
+    const found = sized({ told, nodes }), called = Object.fromEntries(found);
     return [
       element("h2", { tabindex: -1 }, "What if"),
-      element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped? The first row is what really was."),
+      element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped? The first row is what really was.", told.roles_follow ? " Roles follow the load, in replay too: 2P1D says how three nodes begin." : ""),
       element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
         element("div", { class: "row" }, field("nodes", "Clusters, the present one first", found.map(([name]) => name).join(" "), { size: 34 }), bounds(told), element("button", {}, "Replay the last hour"))),
       ...outcome("whatif", called, slower(nodes)),

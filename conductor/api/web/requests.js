@@ -17,9 +17,9 @@ export const PARTS = {
   received: ["read and tokenised", "The request was read and checked, and its text turned into tokens."],
   waited: ["waited to be placed", "It waited at the conductor until a node could take it in time."],
   ahead: ["others before it", "Of a rejected request: those who waited at the conductor before it, and would have been placed first."],
-  dispatched: ["sent to the nodes", "Messages from the conductor to the two nodes and back, and what of the time to the first token no other part covers."],
+  dispatched: ["sent to its nodes", "Messages from the conductor to its nodes and back, and what of the time to the first token no other part covers."],
   reserved: ["blocks set aside for it", "Within it: the decode node set aside memory (KV blocks) for the request."],
-  queued: ["queued on the prefill node", "Its prompt waited there behind others."],
+  queued: ["queued to be computed", "Its prompt waited behind others on the node that computes it."],
   loaded: ["prefix copied", "Within it: KV of the prompt's beginning, which another node had, was copied from there."],
   prefilled: ["prompt computed", "The model read the prompt: its KV was computed, in so many steps."],
   written: ["KV sent meanwhile", "KV went to the decode node layer by layer while later layers were computed. Only what shows below costs time."],
@@ -43,6 +43,7 @@ const COULD_DECODE = [
   ["sequences", "decoding", "Requests that decode there already."],
   ["free_tokens", "room, tokens", "Tokens whose KV it has room for."],
   ["matched_blocks", "blocks it has", "KV blocks of the prompt that are there and need not be sent."],
+  ["beside_s", "its prompt there too", "Seconds until its prompt would be computed there, beside what decodes: a node may do both where roles follow the load. –: it has no time or room for it, or roles are fixed."],
   ["fits", "has room", "Whether the request's KV has room there, with its answer."],
 ];
 let lastList = "latest"; // the way back from a request
@@ -158,7 +159,7 @@ function refused({ rejected: { reason }, judged, asked, parts }) {
   if (!judged) return `Rejected: ${why}.`;
   const share = (limit, bound) => (limit < bound ? ` (${percent(limit / bound)} of its bound: predictions are not exact)` : "");
   if (reason === "ttft") {
-    const spent = [["behind others who waited", "ahead"], ["queued on the prefill node", "queued"], ["computing its prompt", "prefilled"]].filter(([, part]) => long(part) > 0.01 * judged.ttft_s).map(([words, part]) => `${seconds(long(part))} ${words}`);
+    const spent = [["behind others who waited", "ahead"], ["queued to be computed", "queued"], ["computing its prompt", "prefilled"]].filter(([, part]) => long(part) > 0.01 * judged.ttft_s).map(([words, part]) => `${seconds(long(part))} ${words}`);
     return `Rejected: its first token was predicted after ${seconds(judged.ttft_s)}, and admitted are ${seconds(judged.ttft_limit_s)}${share(judged.ttft_limit_s, asked.slo[0])}. Of that ${spent.join(", ")}. ${LACKED[judged.lacks]}`;
   }
   if (reason === "tbt") {
@@ -184,9 +185,18 @@ export function sentence(attempt) {
 
 function candidates(caption, rows, columns, chosen) {
   if (!rows) return empty(`${caption}: more nodes than are kept with a decision.`);
+  if (!rows.length) return empty(`${caption}: no node.`);
   const said = (key, value) => (key.endsWith("_s") ? seconds(value) : typeof value === "number" ? count(value) : typeof value === "boolean" ? (value ? "yes" : "no") : String(value ?? "–"));
   return table(caption, ["node", ...columns.map(([, name, meaning]) => [name, meaning])],
     rows.map((each) => row([cell(node(each.node), each.node === chosen ? " ✓ chosen" : ""), ...columns.map(([key]) => said(key, each[key]))], { class: each.node === chosen ? "chosen" : null })));
+}
+
+// On which nodes an attempt is, and why they are not two: words and names in turn.
+export function where({ placed: { prefill_node: computes, decode_node: decodes, is_inline: isInline }, asked }) {
+  if (!asked.max_tokens) return ["Computed on ", computes, ", and nothing decodes: a vector was asked for"];
+  if (computes !== decodes) return ["Prefill on ", computes, ", decode on ", decodes];
+  const why = isInline ? ", which computes its prompt beside what decodes there: that costs less than a prefill node and a hand-off" : ", so that its KV goes nowhere";
+  return ["Prefill and decode on ", decodes, why];
 }
 
 export const one = {
@@ -206,11 +216,11 @@ export const one = {
       ...found.map((attempt, number) => element("section", { "data-key": String(number), "aria-label": `Attempt ${number + 1}` },
         found.length > 1 ? element("h3", {}, `Attempt ${number + 1} of ${found.length}`, attempt.begun_s ? `, ${seconds(attempt.begun_s)} after it came` : "") : null,
         element("p", { class: "sentence" }, sentence(attempt)),
-        attempt.placed ? element("p", { class: "note" }, "Prefill on ", node(attempt.placed.prefill_node), ", decode on ", node(attempt.placed.decode_node),
+        attempt.placed ? element("p", { class: "note" }, ...where(attempt).map((part, at) => (at % 2 ? node(part) : part)),
           attempt.placed.source_node ? [`, prefix of ${counted(attempt.placed.matched_blocks, "block")} from `, node(attempt.placed.source_node)] : attempt.placed.matched_tokens ? `, ${counted(attempt.placed.matched_tokens, "token")} matched there` : ", nothing matched") : null,
         waterfall(attempt),
         candidates(`Could prefill, the best first: as predicted when it was ${attempt.rejected ? "rejected" : "placed"}`, attempt.prefill_candidates, COULD_PREFILL, attempt.placed?.prefill_node),
-        candidates("Could decode, the shortest step first", attempt.decode_candidates, COULD_DECODE, attempt.placed?.decode_node))),
+        attempt.asked.max_tokens ? candidates("Could decode, the shortest step first", attempt.decode_candidates, COULD_DECODE, attempt.placed?.decode_node) : null)),
       words("What the parts and columns mean", [...Object.values(PARTS), ...[...COULD_PREFILL, ...COULD_DECODE.filter(([key]) => key !== "matched_blocks" && key !== "tbt_s")].map(([, name, meaning]) => [name, meaning]), TTFT, TBT]),
     ];
   },

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.papers.chart import chart
 from bench.papers.command import main
 from conductor.replay.arguments import parse_nodes
 from conductor.replay.policies import POLICIES
@@ -182,6 +183,11 @@ def test_page_is_well_formed_and_needs_nothing_from_elsewhere(trace_file, tmp_pa
     assert all(line.get("points") for line in root.findall(".//polyline"))
     assert "http" not in text
     assert "<script" not in text
+
+
+def test_a_chart_without_a_line_says_so() -> None:
+    assert ">none<" in chart("Refused", "seconds", [])
+    assert ">none<" not in chart("Refused", "seconds", [("late", [(0.0, 0.0)])])
 
 
 def test_workload_can_be_named_instead_of_a_file(capsys) -> None:

@@ -20,6 +20,7 @@ from tests.conductor.histories import COST, Line, attach, make_history
 
 BOUNDS = SloConfig(ttft_s=4.0, tbt_s=0.1)
 SLO = Slo(4.0, 0.1)
+SETTINGS = SchedulerSettings(roles_follow=True)
 TRACE_PAGE = "http://127.0.0.1:16686/trace/{trace_id}"
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\">"
 
@@ -32,7 +33,7 @@ class ShownCluster:
     def __init__(self, num_prefill=2, num_decode=2, seconds=3_600, seed=1, hosts=2):
         self.rng = random.Random(seed)
         self.clock, self.view, self.metrics, self.membership, self.history = make_history(BOUNDS)
-        self.decisions = Decisions(COST, SchedulerSettings())
+        self.decisions = Decisions(COST, SETTINGS)
         self.traffic = Traffic(self.clock)
         self.queue, self.num_running, self.number = Line(), 0, 0
         self.sessions = []
@@ -44,7 +45,7 @@ class ShownCluster:
                 self.second(second)
         arguments = service_arguments(ClusterConfig(profile="a800-llama70b", slo=BOUNDS))
         self.replays = Replays(self.traffic, BLOCK_SIZE, arguments, dict)
-        settings = PageSettings(BOUNDS, TRACE_PAGE)
+        settings = PageSettings(BOUNDS, TRACE_PAGE, roles_follow=True)
         self.data = PageData(
             self.history, self, self.membership, self.view, self.decisions, settings, self.clock
         )
@@ -89,7 +90,7 @@ class ShownCluster:
         first = self.rng.choice([0, 0, 1_000, 5_000 + 100 * self.number])
         request = make_request(f"{name}.1", self.rng.randrange(2, 24), first, slo=SLO)
         request = request._replace(chain=[key.to_bytes(16, "little") for key in request.chain])
-        result = place(request, self.view, COST, now_s)
+        result = place(request, self.view, COST, now_s, SETTINGS)
         made = decision(request, self.view, result, now_s - 0.1 * self.rng.random(), now_s)
         for observer in (self.decisions, self.traffic, self.history):
             observer.decided(made)

@@ -169,6 +169,27 @@ def test_every_kind_of_attempt_has_a_sentence_and_bars_that_add_up(modules):
 
 
 @needs_node
+def test_a_request_says_why_one_node_computes_its_prompt_and_decodes(modules):
+    def attempt(prefill, decode, is_inline=False, max_tokens=9):
+        placed = {"prefill_node": prefill, "decode_node": decode, "is_inline": is_inline}
+        return {"placed": placed, "asked": {"max_tokens": max_tokens}}
+
+    cases = [
+        attempt("p0", "d0"),
+        attempt("d0", "d0", True),
+        attempt("p0", "p0"),
+        attempt("p0", "p0", max_tokens=0),
+    ]
+    assert in_node(modules, "requests.js", "value.map((each) => page.where(each).join(''))", cases) == [
+        "Prefill on p0, decode on d0",
+        "Prefill and decode on d0, which computes its prompt beside what decodes there: "
+        "that costs less than a prefill node and a hand-off",
+        "Prefill and decode on p0, so that its KV goes nowhere",
+        "Computed on p0, and nothing decodes: a vector was asked for",
+    ]
+
+
+@needs_node
 def test_the_fullest_budget_is_the_bottleneck(modules):
     node = {"roles": "decode", "held": 10, "blocks": 100, "queue_s": None, "step_s": 0.05, "draining": False}
     nodes = [
@@ -367,10 +388,14 @@ def test_of_a_trace_that_is_too_long_for_a_call_its_first_lines_are_taken(module
 @needs_node
 def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules):
     nodes = [{"roles": roles, "draining": False} for roles in ("prefill", "prefill", "decode")]
-    [steps, both] = in_node(
-        modules, "replay.js", "value.map(page.steps)", [nodes, [{"roles": "decode+prefill"}]]
+    [steps, following, both] = in_node(
+        modules,
+        "replay.js",
+        "value.map(([nodes, follow]) => page.steps(nodes, follow))",
+        [[nodes, False], [nodes, True], [[{"roles": "decode+prefill"}], True]],
     )
     assert [name for name, _ in steps] == ["2P1D", "3P1D", "2P2D", "1P2D"]
+    assert following == [["2P1D", "as it is"], ["3P1D", "one more node"], ["1P1D", "one less"]]
     assert [name for name, _ in both] == ["1C", "2C"]
 
     def run(name, share, p99_s):

@@ -216,6 +216,20 @@ def test_an_explanation_says_when_a_decode_node_would_have_computed_the_prompt(i
     assert told["decided_again_alike"] is True
 
 
+def test_an_explanation_has_the_prefill_node_that_decodes_for_want_of_room():
+    settings = SchedulerSettings(RejectPolicy.NONE, roles_follow=True)
+    view = make_view(1, 1, COST)
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=0), 0.0)
+    request = make_request("chat-1f.1", 10)
+    result = place(request, view, COST, 1.0, settings)
+    assert result.decode_node == "p0"
+    kept = Decisions(COST, settings)
+    kept.decided(decision(request, view, result, 0.5, 1.0))
+    (told,) = kept.explain("chat-1f")["attempts"]
+    rows = [(row["node"], row["fits"]) for row in told["decode_candidates"]]
+    assert rows == [("d0", False), ("p0", True)]
+
+
 def test_an_explanation_says_which_nodes_were_avoided():
     view = make_view(2, 2, COST)
     request = make_request("chat-1f.2", 10)._replace(avoid=(NodeId("p0"), NodeId("d0"), NodeId("gone")))
