@@ -248,7 +248,7 @@ def main() -> None:
         "model": options.model,
         **load,
         "has_budgets": True,
-        "follows_load": options.follow_roles,
+        "follows_load": options.roles == "follow",
         **about(options.commit),
     }
     told["bounds"] = [bound(pair) for pair in options.bounds]

@@ -183,7 +183,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
     add("--max-batch", type=int, default=64)
     add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
-    add("--follow-roles", action="store_true", help="nodes do either role's work, as the load wants it")
+    add("--roles", choices=["follow", "fixed"], default="fixed", help="whether they follow the load")
     add("--stages", type=int, default=1, help="of each prefill node, a pipeline with a GPU for each")
     add("--ahead-s", type=float, default=0.5, help="of work that a node is given before it asks for more")
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
@@ -209,7 +209,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         max_model_len=options.max_model_len,
         kv_cache_gib=options.kv_cache_gib,
         layer_groups=options.layer_groups,
-        follows_load=options.follow_roles,
+        follows_load=options.roles == "follow",
         ahead_s=options.ahead_s,
         stages=options.stages,
         shared_gpu=options.shared_gpu,

@@ -2,8 +2,9 @@
 
 What was asked of the cluster in the last hour is in its decision log. It is replayed in virtual time
 (`conductor replay`) on the cluster as it is and on every one that is a step away: a node more or fewer
-in a pool, or one moved from a pool to the other. Of those that would have served the wanted share of
-requests within their bounds the one with the fewest nodes is taken, or the best one where none would;
+in a pool, or, where roles are fixed, one moved from a pool to the other. Of those that would have served the
+wanted share of requests within their bounds the one with the fewest nodes is taken, or the best one where
+none would;
 then the running `conductor up` is asked for it, as by `conductor scale`.
 
 One step at a time: the next look sees what it did. A controller by thresholds on queues was left: it cannot
@@ -35,7 +36,9 @@ from deploy.control import ask
 from deploy.options import CONFIG_HELP
 
 REPLAY_TIMEOUT_S = 600.0
-STEPS = ((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1))
+STEPS = ((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1))
+MOVES = ((1, -1), (-1, 1))
+"""Where roles follow the load, nodes make them by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,10 @@ class Advice:
     served: dict[Sizes, float]
 
 
-def advised(now: Sizes, bounds: Bounds, served_share: Callable[[Sizes], float]) -> Advice:
+def advised(now: Sizes, bounds: Bounds, served_share: Callable[[Sizes], float], roles_follow: bool) -> Advice:
     """Return the best cluster at most a step from `now`, by the share of requests that each had served."""
-    candidates = [Sizes(now.prefill + prefill, now.decode + decode) for prefill, decode in STEPS]
+    steps = STEPS if roles_follow else (*STEPS, *MOVES)
+    candidates = [Sizes(now.prefill + prefill, now.decode + decode) for prefill, decode in steps]
     served = {
         sizes: served_share(sizes)
         for sizes in candidates
@@ -139,7 +143,7 @@ def replayed_share(trace: Path, config: ClusterConfig, sizes: Sizes) -> float:
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"the replay ended with status {done.returncode}")
     [run] = json.loads(done.stdout)["runs"]
-    return float(run["effective_capacity"])
+    return float(run["served_within"])
 
 
 def main(
@@ -188,7 +192,8 @@ def _advice(cluster: ClusterConfig, address: str, bounds: Bounds, last_s: float)
         trace = Path(folder) / "asked.jsonl"
         lines = last_of_log(Path(cluster.scheduler.decision_log).expanduser(), last_s)
         trace.write_text("".join(f"{line}\n" for line in lines))
-        advice = advised(now, bounds, lambda sizes: replayed_share(trace, cluster, sizes))
+        follows = cluster.scheduler.roles == "follow"
+        advice = advised(now, bounds, lambda sizes: replayed_share(trace, cluster, sizes), follows)
     for sizes, served in advice.served.items():
         mark = "*" if sizes == advice.wanted else " "
         print(f"{mark} prefill={sizes.prefill} decode={sizes.decode}: {served:.1%} within bounds")

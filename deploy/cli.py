@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "keys": ("deploy.keys:main", "Make, list and remove API keys."),
     "replay": ("bench.papers.command:main", "Run a trace through the scheduler in virtual time."),
-    "advise": ("bench.papers.advise:main", "Find the split of a cluster that serves a trace best."),
+    "advise": ("bench.papers.advise:main", "Find how many nodes a trace needs to be served within bounds."),
     "bench": ("bench.load_command:main", "Open-loop load on a running cluster or any OpenAI server."),
     "profile": ("bench.profile_command:main", "Time the engine on this device and write a profile."),
 }

@@ -1,26 +1,21 @@
-"""`conductor advise TRACE --gpus N`: how to split N nodes for a workload and an SLO.
+"""`conductor advise TRACE`: how many nodes a traffic needs, where roles follow it.
 
-Every split of the nodes into prefill and decode, with each threshold and each length of a chunk asked for,
-and all of them colocated, is replayed under the same trace, bounds and settings; the best serves the largest
-share of requests within both bounds, and among equals has the shortest mean TTFT. The answer may be
-"colocate", that several are tied, or that nothing serves half. With `--share` it is the fewest nodes whose
-best split serves so much, and that split.
+The answer is the fewest nodes that serve enough of the requests within their bounds; how much more of the
+same traffic they carry before they do not; and what bounds them a little beyond: there each of prefill,
+decode, memory and links is made twice as good in turn, and what helps most is the bottleneck. Which nodes
+prefill and which decode is no part of it: they begin in halves and follow the load. Where roles are fixed
+that is a question of its own, which `conductor replay --sweep` draws.
 
-The settings are those that the service ships with, or with `--config cluster.yaml` those of a deployed
-cluster. Each split is a process of its own running `conductor replay --json`, so that several cores
-are used and nothing is shared but the trace file.
+Each figure is a replay, with the settings that the service ships with, or with `-c cluster.yaml` those of a
+deployed cluster. Bounds are kept as the service judges it: TBT is the mean of a request's gaps.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
-import subprocess
+import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from math import sqrt
 from pathlib import Path
@@ -28,237 +23,272 @@ from typing import NamedTuple
 
 from base.errors import ConfigError
 from base.option_values import real, whole
+from base.request import Slo
 from bench.papers.chart import Line, chart
-from conductor.replay.arguments import MAX_NODES
-from conductor.replay.report import Report, to_table
+from bench.papers.command import SETS, make_plan, named_trace, read_arguments
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import Profile
+from conductor.replay.arguments import MAX_NODES, Nodes
+from conductor.replay.command import name_bad_rows, policies_of, read_profile, roles_follow, slo_of
+from conductor.replay.report import reach_note
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace
 
-# A replay of an hour's trace takes seconds; one that takes this long will not end usefully.
-TIMEOUT_S = 1800.0
+ENOUGH = 0.99
+"""Share of requests within their bounds that is asked for, as of `conductor autoscale`."""
 
-USEFUL_SHARE = 0.5
-"""A best split that serves less is no advice."""
+MOST_NODES = 64
+BEYOND = 1.25
+"""What bounds nodes is asked at so many times of what they carry."""
 
+CLOSE = 0.05
+"""How much nodes carry is found to so much of itself."""
 
-class Arrangement(NamedTuple):
-    """One way to use the nodes."""
+MOST_TIMES = 16.0
+"""No traffic is replayed so many times as fast: it would come all at once."""
 
-    nodes: str
-    """As `--nodes` takes it."""
-    stages: int = 1
-    threshold: float | None = None
-    chunk_tokens: int | None = None
+OF_REPLAY = ("nodes", "html", "sweep", "paper", "conformance", "requests", "report", "json", "progress")
+"""What replay is told, and has no meaning here."""
 
-    def arguments(self) -> list[str]:
-        """Return what a replay is given for it."""
-        words = ["--nodes", self.nodes, "--stages", str(self.stages)]
-        for name, value in (("--threshold", self.threshold), ("--chunk-tokens", self.chunk_tokens)):
-            words += [] if value is None else [name, str(value)]
-        return words
-
-
-def splits(
-    num_nodes: int,
-    most_stages: int = 1,
-    thresholds: Sequence[float] = (),
-    chunks: Sequence[int] = (),
-) -> list[Arrangement]:
-    """Return every arrangement of `num_nodes`."""
-    sizes: list[int | None] = list(chunks) or [None]
-    together = [Arrangement(f"{num_nodes}C", chunk_tokens=size) for size in sizes]
-    return together + [
-        Arrangement(f"{prefill}P{num_nodes - prefill}D", stages, threshold, size)
-        for prefill in range(1, num_nodes)
-        for stages in range(1, most_stages + 1)
-        if prefill % stages == 0
-        for threshold in (None, *thresholds)
-        # a pipelined group takes a prompt whole
-        for size in (sizes if stages == 1 else [None])
-    ]
+PREFILL = ("prefill_fixed_s", "prefill_token_s", "prefill_token2_s", "prefill_small_s", "prefix_token_s")
+PARTS: dict[str, dict[str, float]] = {
+    "prefill": dict.fromkeys((*PREFILL, "chunk_step_s", "chunk_token2_s"), 0.5),
+    "decode": dict.fromkeys(
+        ("decode_fixed_s", "decode_sequence_s", "decode_context_token_s", "mixed_step_s", "chunk_sequence_s"),
+        0.5,
+    ),
+    "memory": dict.fromkeys(("device_kv_tokens", "host_kv_tokens"), 2),
+    "links": {"transfer_bytes_per_s": 2.0, "transfer_fixed_s": 0.5},
+}
+"""What may bound nodes, and what its fields of a profile are multiplied with to be twice as good."""
 
 
-def ranked(runs: Sequence[Report]) -> list[Report]:
-    """Return the runs, best first."""
-    return sorted(runs, key=lambda run: (-run["effective_capacity"], run["ttft_s"]["mean"]))
+class Served(NamedTuple):
+    """What came of one replay."""
+
+    nodes: int
+    times: float
+    """How many times as much traffic as there is."""
+    share: float
+    """Of all requests, within their bounds."""
+    requests: int
+    goodput_per_s: float
+    """Requests a second within their bounds."""
+
+    @property
+    def error(self) -> float:
+        """The standard error of a share of so many requests."""
+        return sqrt(self.share * (1 - self.share) / max(1, self.requests))
+
+    def line(self) -> str:
+        """Return what is shown of it."""
+        return (
+            f"{self.nodes:5} nodes, {self.times:5.2f} times the traffic: {self.share:6.1%} +- "
+            f"{self.error:.1%} within bounds, {self.goodput_per_s:.2f} requests/s"
+        )
 
 
-def tied(runs: Sequence[Report]) -> list[Report]:
-    """Return the runs that serve as large a share as the best, as far as so many requests can tell.
-
-    A share of n requests has a standard error; what is within one of the best is no worse.
-    """
-    best = ranked(runs)[0]
-    share = best["effective_capacity"]
-    error = sqrt(share * (1 - share) / max(1, best["requests"]))
-    return [run for run in ranked(runs)[1:] if share - run["effective_capacity"] <= max(error, 1e-9)]
+Serve = Callable[[int, float, Profile | None], Served]
+"""Replays (nodes, times the traffic) on nodes of a profile; None: the one that was asked for."""
 
 
-def pareto(runs: Sequence[Report]) -> list[Report]:
-    """Return the runs that no other beats in both mean TTFT and 99th percentile TBT."""
-
-    def beats(one: Report, other: Report) -> bool:
-        first = (one["ttft_s"]["mean"], one["tbt_s"]["p99"])
-        second = (other["ttft_s"]["mean"], other["tbt_s"]["p99"])
-        return first != second and first[0] <= second[0] and first[1] <= second[1]
-
-    return [run for run in runs if not any(beats(other, run) for other in runs)]
+def halves(num_nodes: int) -> Nodes:
+    """Return the roles that nodes begin with; one alone has both."""
+    return Nodes((num_nodes + 1) // 2, num_nodes // 2, 0) if num_nodes > 1 else Nodes(0, 0, 1)
 
 
-def fewest(most: int, share: float, best_of: Callable[[int], Report]) -> tuple[int, Report] | None:
-    """Return the fewest nodes, `most` at most, of which the best arrangement serves `share`; None: none does.
+def hastened(plan: Plan, times: float) -> Plan:
+    """Return so many times as much of the same traffic."""
+    if plan.sessions:
+        return dataclasses.replace(plan, sessions=max(1, round(plan.sessions * times)))
+    if plan.session_rate:
+        return dataclasses.replace(plan, session_rate=plan.session_rate * times)
+    return dataclasses.replace(plan, speed=plan.speed * times)
+
+
+def improved(profile: Profile, part: str) -> Profile:
+    """Return the profile of nodes of which one part is twice as good."""
+    better = {name: getattr(profile, name) * times for name, times in PARTS[part].items()}
+    return dataclasses.replace(profile, **better)
+
+
+def fewest(most: int, serve: Serve, enough: float) -> Served:
+    """Return the run of the fewest nodes, `most` at most, that serve enough; that of `most` where none do.
 
     By bisection: more nodes serve no less.
     """
-    found = best_of(most)
-    if found["effective_capacity"] < share:
-        return None
-    low, high = 2, most
+    found = serve(most, 1.0, None)
+    low, high = 1 if found.share >= enough else most, most
     while low < high:
         middle = (low + high) // 2
-        run = best_of(middle)
-        if run["effective_capacity"] >= share:
+        run = serve(middle, 1.0, None)
+        if run.share >= enough:
             high, found = middle, run
         else:
             low = middle + 1
-    return high, found
+    return found
 
 
-def advice(runs: Sequence[Report]) -> str:
-    """Return what the runs of one number of nodes say."""
-    best = ranked(runs)
-    lines = [f"best: {name_of(best[0])}"]
-    if alike := tied(runs):
-        names, count = ", ".join(map(name_of, alike)), best[0]["requests"]
-        lines.append(f"tied with it, as far as {count} requests can tell: {names}")
-    if (share := best[0]["effective_capacity"]) < USEFUL_SHARE:
-        lines.append(
-            f"warning: even that serves {share:.0%} of the requests within their bounds: "
-            "more nodes or wider bounds are wanted (--slo-ttft, --slo-tbt)"
-        )
-    front = ", ".join(name_of(run) for run in pareto(best))
-    return "\n".join([*lines, f"none is better in both mean TTFT and p99 TBT than: {front}"])
+def furthest(found: Served, serve: Serve, enough: float) -> Served:
+    """Return the run with the most traffic that the nodes of `found` serve enough of."""
+    low, high, best = 1.0, 1.5, found
+    while (run := serve(found.nodes, high, None)).share >= enough:
+        low, best, high = high, run, high * 1.5
+        if high > MOST_TIMES:
+            return best
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        run = serve(found.nodes, middle, None)
+        if run.share >= enough:
+            low, best = middle, run
+        else:
+            high = middle
+    return best
 
 
-def name_of(run: Report) -> str:
-    """Return how `--nodes` would say it, and what else was asked for."""
-    words = [f"{run['colocated_nodes']}C (colocate)"] if "colocated_nodes" in run else []
-    if not words:
-        words = [f"{run['prefill_nodes']}P{run['decode_nodes']}D"]
-        words += [f"in groups of {run['stages']}"] if run["stages"] > 1 else []
-    if run["threshold"] is not None:
-        words.append(f"with threshold {run['threshold']:g}")
-    if run.get("chunk_tokens") is not None:
-        words.append(f"with chunks of {run['chunk_tokens']}")
-    return " ".join(words)
+def bottleneck(base: Served, better: Mapping[str, Served]) -> str:
+    """Return which part bounds nodes, by the share of requests that each gives where it is twice as good."""
+    ranked = sorted(better, key=lambda part: -better[part].share)
+    first = better[ranked[0]]
+    if not _serves_more(first, base):
+        return f"none of {', '.join(better)} alone"
+    return " or ".join(part for part in ranked if not _serves_more(first, better[part]))
 
 
-def drawn(title: str, runs: Sequence[Report]) -> str:
-    """Return a page with a chart of each measure by the number of prefill nodes."""
-    measures: tuple[tuple[str, Callable[[Report], float]], ...] = (
-        ("Share of requests within their bounds", lambda run: run["effective_capacity"]),
-        ("Share of tokens within their bounds", lambda run: run["effective_tokens"]),
-        ("Mean TTFT, seconds", lambda run: run["ttft_s"]["mean"]),
-        ("99th percentile of TBT, seconds", lambda run: run["tbt_s"]["p99"]),
+def _serves_more(one: Served, other: Served) -> bool:
+    """Return whether more of the same requests are served, by two standard errors of how many those are."""
+    more = (one.share - other.share) * one.requests
+    return more > 2 * sqrt(max(0.0, more))
+
+
+def advice(found: Served, far: Served, base: Served, better: Mapping[str, Served]) -> str:
+    """Return what the replays of the fewest nodes say."""
+    begin = halves(found.nodes)
+    roles = f"{begin.prefill}P{begin.decode}D" if begin.decode else "one node of both roles"
+    more = f"up to {far.goodput_per_s:.2f} where it is {far.times:.2f} times as much"
+    return "\n".join(
+        [
+            f"fewest nodes: {found.nodes}, beginning as {roles}: roles follow the load",
+            f"goodput: {found.goodput_per_s:.2f} requests/s of this traffic, "
+            f"{'and hardly more of it' if far.times == 1.0 else more}",
+            f"beyond, bounded by: {bottleneck(base, better)}",
+            _helped(base, better),
+        ]
     )
-    charts = "".join(
-        f"<figure><figcaption>{escape(heading)}</figcaption>"
-        f"{chart(heading, 'prefill nodes; colocated nodes as a level', _lines(runs, measure))}</figure>"
-        for heading, measure in measures
+
+
+def too_few(base: Served, better: Mapping[str, Served]) -> str:
+    """Return what is said where the most nodes do not serve enough."""
+    return "\n".join(
+        [
+            f"too few: {base.nodes} serves {base.share:.1%}, or no number keeps these bounds",
+            f"bounded by: {bottleneck(base, better)}",
+            _helped(base, better),
+        ]
     )
-    said = "".join(f"<p>{escape(line)}</p>" for line in advice(runs).splitlines())
+
+
+def _helped(base: Served, better: Mapping[str, Served]) -> str:
+    shares = ", ".join(f"{part} {run.share:.1%}" for part, run in better.items())
+    return f"at {base.times:.2f} times {base.share:.1%}; with one part twice as good: {shares}"
+
+
+def drawn(title: str, said: str, runs: Sequence[Served]) -> str:
+    """Return a page with what is said, the share by nodes, and the goodput of the last nodes by traffic."""
+    nodes = runs[-1].nodes
+    by_nodes: Line = sorted((float(run.nodes), run.share) for run in runs if run.times == 1.0)
+    by_times: Line = sorted((run.times, run.goodput_per_s) for run in runs if run.nodes == nodes)
+    charts = (
+        ("Share of requests within their bounds", "nodes", by_nodes),
+        (f"Requests a second within their bounds, {nodes} nodes", "times the traffic", by_times),
+    )
+    figures = "".join(
+        f"<figure><figcaption>{escape(heading)}</figcaption>{chart(heading, unit, [('', line)])}</figure>"
+        for heading, unit, line in charts
+    )
+    words = "".join(f"<p>{escape(line)}</p>" for line in said.splitlines())
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        f"<title>{escape(title)}</title></head><body><h1>{escape(title)}</h1>{said}{charts}</body></html>\n"
+        f"<title>{escape(title)}</title></head><body><h1>{escape(title)}</h1>{words}{figures}</body></html>\n"
     )
-
-
-def _lines(runs: Sequence[Report], measure: Callable[[Report], float]) -> list[tuple[str, Line]]:
-    """Return a line for each kind of arrangement."""
-    lines: dict[str, Line] = {}
-    most = max((run["prefill_nodes"] for run in runs if "prefill_nodes" in run), default=1)
-    for run in runs:
-        if "colocated_nodes" in run:
-            lines[name_of(run)] = [(0.0, measure(run)), (float(most), measure(run))]
-        else:
-            kind = name_of(run).partition(" ")[2] or "prefill and decode"
-            lines.setdefault(kind, []).append((float(run["prefill_nodes"]), measure(run)))
-    return [(name, sorted(line)) for name, line in lines.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; what it does not know is passed to every replay."""
+    """Run the command; what it does not know is replay's."""
     parser = argparse.ArgumentParser(
         prog="conductor advise",
-        description="Best split of nodes for a trace and an SLO; other options are those of replay.",
+        description="How many nodes serve a trace within bounds, how much they carry, and what bounds them; "
+        "other options are those of replay.",
     )
     add = parser.add_argument
     add("trace", type=Path)
-    most = whole(2, MAX_NODES)
-    add(
-        "--gpus",
-        type=most,
-        required=True,
-        metavar="N",
-        help="nodes to split, 2 at least; with --share at most",
-    )
-    stages = "pipelined prefill groups of 2 to X nodes too"
-    add("--most-stages", type=whole(1, MAX_NODES), default=1, metavar="X", help=stages)
-    thresholds = "kvcache_balancing_thresholds to try beside the cost model's own choice"
-    add("--thresholds", type=real(0, above=True), nargs="+", default=(), metavar="X", help=thresholds)
-    chunks = "lengths of a chunk to try in place of the profile's or the deployed one"
-    add("--chunks", type=whole(0, 1 << 20), nargs="+", default=(), metavar="N", help=chunks)
-    share = "find the fewest nodes that serve such a share of the requests within their bounds"
-    add("--share", type=real(0, 1, above=True), metavar="X", help=share)
-    add("--html", type=Path, metavar="OUT.html", help="a page that draws the splits")
-    add("--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, help="replays at a time")
+    share = f"of the requests, to be served within their bounds ({ENOUGH:g})"
+    add("--share", type=real(0, 1, above=True), default=ENOUGH, metavar="X", help=share)
+    most = f"nodes, at most ({MOST_NODES})"
+    add("--most", type=whole(1, MAX_NODES), default=MOST_NODES, metavar="N", help=most)
+    add("--html", type=Path, metavar="OUT.html", help="a page that draws what was tried")
     args, passed = parser.parse_known_args(argv)
     try:
-        return _advise(args, passed)
+        return _advise(args, read_arguments([str(args.trace), *passed], nodes=None))
     except ConfigError as error:
-        sys.stderr.write(str(error))
+        sys.stderr.write(f"conductor advise: {error}\n")
         return 2
 
 
-def _advise(args: argparse.Namespace, passed: Sequence[str]) -> int:
-    tried: dict[int, list[Report]] = {}
+def _advise(args: argparse.Namespace, replay: argparse.Namespace) -> int:
+    _require_possible(replay)
+    trace = named_trace(replay)
+    name_bad_rows(trace)
+    profile = read_profile(replay)
+    for note in filter(None, (f"profile: {profile.source}", reach_note(trace, profile))):
+        sys.stdout.write(f"{note}\n")
+    runs: dict[tuple[int, float], Served] = {}
 
-    def best_of(num_nodes: int) -> Report:
-        arrangements = splits(num_nodes, args.most_stages, args.thresholds, args.chunks)
-        with ThreadPoolExecutor(args.jobs) as pool:
-            replayed = pool.map(_replay, itertools.repeat(args.trace), arrangements, itertools.repeat(passed))
-            tried[num_nodes] = ranked(list(replayed))
-        return tried[num_nodes][0]
+    def serve(nodes: int, times: float, other: Profile | None) -> Served:
+        if other is not None:
+            return _served(replay, trace, other, nodes, times)
+        if (nodes, times) not in runs:
+            runs[nodes, times] = served = _served(replay, trace, profile, nodes, times)
+            sys.stdout.write(f"{served.line()}\n")
+            sys.stdout.flush()
+        return runs[nodes, times]
 
-    num_nodes = args.gpus
-    if args.share is None:
-        best_of(num_nodes)
-    else:
-        found = fewest(num_nodes, args.share, best_of)
-        if found is None:
-            share = tried[num_nodes][0]["effective_capacity"]
-            sys.stdout.write(f"{num_nodes} nodes serve {share:.1%}: {args.share:.1%} takes more\n")
-        else:
-            num_nodes = found[0]
-            served = ", ".join(
-                f"{number}: {runs[0]['effective_capacity']:.1%}" for number, runs in sorted(tried.items())
-            )
-            sys.stdout.write(f"fewest nodes: {num_nodes} (best split of each number tried: {served})\n")
-    runs = tried[num_nodes]
-    sys.stdout.write(f"{to_table(runs)}\n\n{advice(runs)}\n")
+    said = _said(serve, profile, args.most, args.share)
+    sys.stdout.write(f"{said}\n")
     if args.html:
-        args.html.write_text(drawn(f"conductor advise {args.trace.name}", runs))
+        args.html.write_text(drawn(f"conductor advise {trace.name}", said, list(runs.values())))
     return 0
 
 
-def _replay(trace: Path, arrangement: Arrangement, passed: Sequence[str]) -> Report:
-    """Return the report of one arrangement; ConfigError with what the replay wrote to its standard error."""
-    command = [sys.executable, "-m", "bench.papers", str(trace), "--json"]
-    # after what was given: it stands for what the deployed cluster has of it
-    command += [*passed, *arrangement.arguments()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if done.returncode:
-        raise ConfigError(done.stderr)
-    (run,) = json.loads(done.stdout)["runs"]
-    return run  # type: ignore[no-any-return]
+def _said(serve: Serve, profile: Profile, most: int, enough: float) -> str:
+    base = found = fewest(most, serve, enough)
+    is_enough = found.share >= enough
+    if is_enough:
+        far = furthest(found, serve, enough)
+        base = serve(found.nodes, BEYOND * far.times, None)
+    better = {part: serve(base.nodes, base.times, improved(profile, part)) for part in PARTS}
+    return advice(found, far, base, better) if is_enough else too_few(base, better)
+
+
+def _require_possible(replay: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that says what is to be found, or what is shown of one run."""
+    for name in OF_REPLAY:
+        if getattr(replay, name):
+            raise ConfigError(f"--{name}: an option of conductor replay alone")
+    if len(policies_of(replay, SETS)) > 1:
+        raise ConfigError(f"--policy {replay.policy}: one at a time")
+    if not roles_follow(replay):
+        raise ConfigError("fixed roles have splits, of which conductor replay --html OUT --sweep draws each")
+
+
+def _served(replay: argparse.Namespace, trace: Trace, profile: Profile, nodes: int, times: float) -> Served:
+    args = argparse.Namespace(**vars(replay) | {"nodes": halves(nodes)})
+    slo: Slo = slo_of(args)
+    cluster = simulate(hastened(make_plan(args, trace, CostModel(profile), args.policy, slo), times))
+    outcomes = cluster.outcomes
+    share = outcomes.served_share_within(slo.ttft_slo_s, slo.tbt_slo_s)
+    count = outcomes.num_arrived
+    return Served(nodes, times, share, count, share * count / max(cluster.now_s, 1e-9))
 
 
 if __name__ == "__main__":

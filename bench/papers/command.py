@@ -30,6 +30,7 @@ from conductor.replay.command import (
     plan_of,
     policies_of,
     read_profile,
+    roles_follow,
     run_all,
     show_conformance,
     slo_of,
@@ -51,30 +52,37 @@ GENERATED_RATE = 3.9
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
     """Run the command; return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return until_refused(lambda: _run(read_arguments(given), clock or SystemClock()))
+
+
+def read_arguments(given: Sequence[str], **defaults: object) -> argparse.Namespace:
+    """Return what was given, beside what a deployed cluster's configuration says where one is named.
+
+    `defaults` stand for the command's own. Raises ConfigError where the configuration is wrong.
+    """
     parser = make_parser((*RULES, "peers"), f"; or a generated one: {', '.join(WORKLOADS)}")
     add = parser.add_argument
     add("--html", type=Path, metavar="OUT.html", help="a page with charts")
-    add("--sweep", action="store_true", help="on that page, also every split of as many nodes")
+    add("--sweep", action="store_true", help="on that page, also every split of as many nodes of fixed roles")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
     config = "cluster.yaml whose profile, scheduler and bounds to take; other options go before it"
     add("-c", "--config", type=Path, help=config)
-    given = list(sys.argv[1:] if argv is None else argv)
-
-    def run() -> int:
-        args = parser.parse_args(given)
-        if args.config:
-            args = parser.parse_args([*service_arguments(read_cluster_config(args.config)), *given])
-        return _run(args, clock or SystemClock())
-
-    return until_refused(run)
+    parser.set_defaults(**defaults)
+    args = parser.parse_args(given)
+    if args.config:
+        args = parser.parse_args([*service_arguments(read_cluster_config(args.config)), *given])
+    return args
 
 
 def _run(args: argparse.Namespace, clock: Clock) -> int:
     if args.conformance:
         return show_conformance(args)
-    if args.sweep and not (args.html and args.nodes.decode):
-        raise ConfigError("--sweep: a part of --html, of nodes that prefill and nodes that decode")
-    trace = _trace(args)
+    if args.sweep and not (args.html and args.nodes.decode and not roles_follow(args)):
+        raise ConfigError(
+            "--sweep: a part of --html, of nodes that prefill and nodes that decode: --roles fixed"
+        )
+    trace = named_trace(args)
     name_bad_rows(trace)
     profile = read_profile(args)
     if args.paper:
@@ -85,7 +93,7 @@ def _run(args: argparse.Namespace, clock: Clock) -> int:
         if args.html:
             lines.append(run_lines(cluster))
 
-    runs = run_all(args, trace, profile, clock, policies_of(args, SETS), _plan, ran)
+    runs = run_all(args, trace, profile, clock, policies_of(args, SETS), make_plan, ran)
     if args.html:
         sweep = _sweep(args, trace, profile) if args.sweep else []
         args.html.write_text(
@@ -95,7 +103,8 @@ def _run(args: argparse.Namespace, clock: Clock) -> int:
     return 0
 
 
-def _trace(args: argparse.Namespace) -> Trace:
+def named_trace(args: argparse.Namespace) -> Trace:
+    """Return the trace of a file, or a generated one."""
     name = str(args.trace)
     if name in WORKLOADS and not args.trace.exists():
         whole = SIZES[name][0] if args.paper else GENERATED_REQUESTS
@@ -104,7 +113,8 @@ def _trace(args: argparse.Namespace) -> Trace:
     return read_trace(args.trace, args.block_size, args.skip_bad, args.format)
 
 
-def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
+def make_plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
+    """Return what to run under one policy, a peer's too."""
     plan = plan_of(args, trace, cost, policy, slo)
     options = dataclasses.replace(
         plan.options,
@@ -122,7 +132,7 @@ def _sweep(args: argparse.Namespace, trace: Trace, profile: Profile) -> list[Rep
     for prefill in range(args.stages, num_nodes, args.stages):
         nodes = Nodes(prefill, num_nodes - prefill, 0)
         split = argparse.Namespace(**vars(args) | {"nodes": nodes, "html": None})
-        reports.append(run_report(simulate(_plan(split, trace, CostModel(profile), policy, slo)), slo))
+        reports.append(run_report(simulate(make_plan(split, trace, CostModel(profile), policy, slo)), slo))
     return reports
 
 

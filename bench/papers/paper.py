@@ -178,7 +178,7 @@ def table3(trace: Trace, profile: Profile) -> Table:
         late = 0
         for reject in (RejectPolicy.LATE, RejectPolicy.EARLY, RejectPolicy.PREDICT):
             slo = Slo(30.0, tbt_slo_s)
-            settings = SchedulerSettings(reject=reject)
+            settings = SchedulerSettings(reject=reject, roles_follow=False)
             options = ClusterOptions(10, 2, trace.block_size, settings=settings, slo=slo)
             cluster = simulate(Plan(trace, CostModel(profile), options, speed=2.0, jitter_s=ROUNDED_TO_S))
             outcomes = cluster.outcomes
@@ -246,7 +246,7 @@ def saturated(trace: Trace, profile: Profile, reject: RejectPolicy, retests: boo
         12,
         3,
         trace.block_size,
-        settings=SchedulerSettings(reject=reject),
+        settings=SchedulerSettings(reject=reject, roles_follow=False),
         retests=retests,
         slo=Slo(30.0, 0.064),
         sample_every_s=SAMPLE_S,

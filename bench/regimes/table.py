@@ -95,9 +95,11 @@ class Regime:
         return Plan(trace, CostModel(profile), options, self.speed, jitter_s=3.0)
 
     def _settings(self, reject: RejectPolicy) -> SchedulerSettings:
+        # rivals have pools: what is compared is the rule that places prompts in one
+        settings = SchedulerSettings(reject=reject, roles_follow=False)
         if self.is_plain:
-            return SchedulerSettings(reject=reject)
-        return SchedulerSettings(reject=reject, ttft_headroom=SERVICE.ttft_headroom, ahead_s=SERVICE.ahead_s)
+            return settings
+        return dataclasses.replace(settings, ttft_headroom=SERVICE.ttft_headroom, ahead_s=SERVICE.ahead_s)
 
     def _slow_nodes(self) -> tuple[tuple[str, float], ...]:
         if self.slow == 1.0:

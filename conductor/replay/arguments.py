@@ -126,8 +126,6 @@ def _add_cluster(add: Callable[..., object]) -> None:
         help="bytes a second of a disk (the profile's)",
     )
     add("--decode-caches", action="store_true", help="decode nodes keep and lend the prompts they receive")
-    follow = "nodes do either role's work where that is better, and change roles with the load"
-    add("--follow-roles", action="store_true", help=follow)
 
 
 def _add_settings(add: Callable[..., object]) -> None:
@@ -136,6 +134,8 @@ def _add_settings(add: Callable[..., object]) -> None:
     add("--plain", action="store_true", help=plain)
     reject = f"when decode load is tested ({SERVICE.reject}; with --plain none)"
     add("--reject", choices=[policy.value for policy in RejectPolicy], help=reject)
+    roles = f"whether they follow the load ({SERVICE.roles}; with --plain, --stages or --whole-chunks fixed)"
+    add("--roles", choices=["follow", "fixed"], help=roles)
     add("--no-fetch", action="store_true", help="no prefix is loaded from another node")
     ahead = real(0, finite=False)
     add("--ahead", type=ahead, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
@@ -220,6 +220,7 @@ def service_arguments(config: ClusterConfig) -> list[str]:
         "--profile": config.profile,
         "--policy": scheduler.policy,
         "--reject": scheduler.reject,
+        "--roles": scheduler.roles,
         "--headroom": scheduler.ttft_headroom,
         "--ahead": scheduler.ahead_s,
         "--max-waiting": scheduler.max_waiting,
@@ -234,7 +235,6 @@ def service_arguments(config: ClusterConfig) -> list[str]:
         given["--chunk-tokens"] = chunk_tokens
     switches = {
         "--no-fetch": not scheduler.fetch,
-        "--follow-roles": scheduler.roles == "follow",
         "--whole-chunks": not scheduler.step_budgets,
     }
     words = [word for name, value in given.items() for word in (name, str(value))]

@@ -18,8 +18,8 @@ from conductor.replay.pipeline import grouped
 DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens
 """Tokens of a step, where nothing else is said."""
 
-PLAIN = SchedulerSettings(reject=RejectPolicy.NONE)
-"""The scheduler of the papers: each request is placed as it comes, and nobody is refused."""
+PLAIN = SchedulerSettings(reject=RejectPolicy.NONE, roles_follow=False)
+"""The scheduler of the papers: each request is placed as it comes, nobody is refused, and roles are fixed."""
 
 
 @dataclass(frozen=True, slots=True)

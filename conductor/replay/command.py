@@ -195,11 +195,17 @@ def settings_of(args: argparse.Namespace) -> SchedulerSettings:
         reject=RejectPolicy(args.reject or ("none" if args.plain else SERVICE.reject)),
         fetches=not args.no_fetch,
         kvcache_balancing_threshold=args.threshold,
-        roles_follow=args.follow_roles,
+        roles_follow=roles_follow(args),
     )
     if args.plain:
         return settings
     return dataclasses.replace(settings, ttft_headroom=args.headroom, ahead_s=args.ahead)
+
+
+def roles_follow(args: argparse.Namespace) -> bool:
+    """Return whether roles follow the load: as the service has it, where that can be."""
+    is_fixed = args.plain or args.stages > 1 or args.whole_chunks
+    return (args.roles or ("fixed" if is_fixed else SERVICE.roles)) == "follow"
 
 
 def require_possible(args: argparse.Namespace) -> None:
@@ -212,8 +218,11 @@ def require_possible(args: argparse.Namespace) -> None:
     }
     for option in (option for option, is_unused in unused.items() if is_unused):
         raise ConfigError(f"{option}: of no use on nodes with both roles, or without rejection; leave it out")
-    if args.follow_roles and args.whole_chunks:
-        raise ConfigError("--follow-roles: not with --whole-chunks: steps follow who decodes then")
+    if args.roles == "follow" and (args.stages > 1 or args.whole_chunks):
+        raise ConfigError(
+            "--roles follow: not with --stages, whose groups do one thing, nor with --whole-chunks, by which "
+            "steps do not follow who decodes in them"
+        )
 
 
 def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:

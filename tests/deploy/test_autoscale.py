@@ -15,7 +15,7 @@ from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.serving.decision_log import DecisionLog
 from deploy import cli
-from deploy.autoscale import STEPS, Bounds, Sizes, advised, last_of_log, replayed_share
+from deploy.autoscale import MOVES, STEPS, Bounds, Sizes, advised, last_of_log, replayed_share
 from tests.conductor.builders import make_cost, make_request, make_view
 
 POOL = st.integers(1, 9)
@@ -31,27 +31,40 @@ def needing(prefill, decode):
 def test_step_by_step_it_comes_to_the_smallest_cluster_that_serves(now, need):
     bounds = Bounds(2, 18, 1.0)
     for _ in range(20):
-        wanted = advised(now, bounds, needing(need.prefill, need.decode)).wanted
+        wanted = advised(now, bounds, needing(need.prefill, need.decode), False).wanted
         if wanted == now:
             break
-        assert (wanted.prefill - now.prefill, wanted.decode - now.decode) in STEPS
+        assert (wanted.prefill - now.prefill, wanted.decode - now.decode) in (*STEPS, *MOVES)
         now = wanted
     assert now == need
+
+
+@given(now=SIZES, need=st.integers(2, 18))
+def test_where_roles_follow_it_comes_to_the_fewest_nodes_and_moves_none(now, need):
+    bounds = Bounds(2, 18, 1.0)
+    for _ in range(20):
+        advice = advised(now, bounds, lambda sizes: min(1.0, sizes.nodes / need), True)
+        assert {(at.prefill - now.prefill, at.decode - now.decode) for at in advice.served} <= {*STEPS}
+        if advice.wanted == now:
+            break
+        now = advice.wanted
+    assert now.nodes == need
 
 
 @given(now=SIZES, need=SIZES, least=st.integers(2, 9), more=st.integers(0, 9))
 def test_no_step_leaves_what_is_allowed(now, need, least, more):
     bounds = Bounds(least, least + more, 0.9)
-    wanted = advised(now, bounds, needing(need.prefill, need.decode)).wanted
+    wanted = advised(now, bounds, needing(need.prefill, need.decode), False).wanted
     assert min(wanted.prefill, wanted.decode) >= 1
     assert bounds.min_nodes <= wanted.nodes <= bounds.max_nodes or wanted == now
 
 
 def test_where_nothing_is_enough_the_best_is_taken_and_among_equals_what_there_is():
     bounds = Bounds(2, 4, 0.99)
-    assert advised(Sizes(2, 2), bounds, needing(8, 2)).wanted == Sizes(2, 2)
-    assert advised(Sizes(1, 2), bounds, needing(8, 2)).wanted == Sizes(2, 2)
-    assert advised(Sizes(1, 1), bounds, lambda _: 0.0).wanted == Sizes(1, 1)
+    for follows in (True, False):
+        assert advised(Sizes(2, 2), bounds, needing(8, 2), follows).wanted == Sizes(2, 2)
+        assert advised(Sizes(1, 2), bounds, needing(8, 2), follows).wanted == Sizes(2, 2)
+        assert advised(Sizes(1, 1), bounds, lambda _: 0.0, follows).wanted == Sizes(1, 1)
 
 
 def write_log(path, arrivals_s, max_bytes=1 << 30):

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from base.config import SchedulerConfig
 from bench.papers.chart import chart
 from bench.papers.command import main
 from conductor.replay.arguments import parse_nodes
@@ -134,7 +135,9 @@ def test_a_number_past_its_bounds_is_refused_with_its_option(trace_file, capsys,
         (["--nodes", "2P2D", "--slow-node", "p2=3"], "p2"),
         (["--nodes", "2P2D", "--node-profile", "d5=h100-llama8b"], "d5"),
         (["--nodes", "2P2D", "--node-profile", "d1=h100-llama8b"], "bytes of KV a token"),
-        (["--nodes", "2P2D", "--follow-roles", "--whole-chunks"], "--whole-chunks"),
+        (["--nodes", "2P2D", "--roles", "follow", "--whole-chunks"], "--whole-chunks"),
+        (["--nodes", "2P2D", "--roles", "follow", "--stages", "2"], "--stages"),
+        (["--nodes", "2P2D", "--html", "out.html", "--sweep"], "--roles fixed"),
     ],
 )
 def test_an_option_that_the_nodes_cannot_honour_is_refused(trace_file, capsys, arguments, wanted) -> None:
@@ -161,10 +164,36 @@ def test_replay_does_as_the_cluster_that_is_deployed(trace_file, tmp_path, capsy
     assert run["rejected_by_reason"].keys() == {"ttft"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "roles"),
+    [
+        ([], SchedulerConfig().roles),
+        (["--roles", "fixed"], "fixed"),
+        (["--plain"], "fixed"),
+        (["--plain", "--roles", "follow"], "follow"),
+        (["--whole-chunks"], "fixed"),
+        (["--stages", "2"], "fixed"),
+    ],
+)
+def test_roles_are_the_services_but_where_they_cannot_follow(trace_file, capsys, arguments, roles) -> None:
+    assert main([str(trace_file), "--nodes", "2P2D", *arguments, "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["roles"] == roles
+
+
+def test_roles_are_those_of_the_cluster_that_is_deployed(trace_file, tmp_path, capsys) -> None:
+    file = tmp_path / "cluster.yaml"
+    for roles in ("follow", "fixed"):
+        file.write_text(f"scheduler: {{roles: {roles}}}\n")
+        assert main([str(trace_file), "-c", str(file), "--nodes", "2P2D", "--json"]) == 0
+        (run,) = json.loads(capsys.readouterr().out)["runs"]
+        assert run["roles"] == roles
+
+
 def test_faults_and_role_changes_are_asked_for_on_the_command_line(trace_file, tmp_path, capsys) -> None:
     faults = tmp_path / "faults.jsonl"
     faults.write_text('{"at_s": 5, "node": "p0", "for_s": 10}\n')
-    command = [str(trace_file), "--nodes", "2P3D", "--fault", str(faults), "--follow-roles", "--json"]
+    command = [str(trace_file), "--nodes", "2P3D", "--fault", str(faults), "--json"]
     assert main(command) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["retries"] > 0
@@ -239,7 +268,7 @@ def test_parquet_without_pyarrow_names_the_extra(trace_file, tmp_path, monkeypat
 def test_page_shows_the_sweep_the_hot_blocks_and_the_rejections(trace_file, tmp_path) -> None:
     out = tmp_path / "page.html"
     args = ["--nodes", "2P2D", "--speed", "6", "--reject", "early", "--slo-ttft", "5", "--slo-tbt", "0.04"]
-    assert main([str(trace_file), *args, "--html", str(out), "--sweep"]) == 0
+    assert main([str(trace_file), *args, "--roles", "fixed", "--html", str(out), "--sweep"]) == 0
     root = ElementTree.fromstring(out.read_text().partition("\n")[2])
     headings = [node.text for node in root.iter("figcaption")]
     assert sum(str(heading).startswith("P:D sweep") for heading in headings) == 3

@@ -167,7 +167,7 @@ async def test_the_last_hour_is_replayed_where_no_trace_is_sent():
     for number in range(5):
         ask(traffic, f"r{number}", float(number), first_block=10 * number)
     # where roles follow the load a slow node is passed by
-    fixed = [word for word in ARGUMENTS if word != "--follow-roles"]
+    fixed = [*ARGUMENTS, "--roles", "fixed"]
     measured_paces = replays_of(traffic, lambda: {"P": [3.0], "D": [1.1]}, fixed)
     told = await measured_paces.run("", ["1P1D", "2P1D"], [])
     slow, more = told["runs"]
