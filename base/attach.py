@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import ssl
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -20,7 +21,8 @@ from google.protobuf.message import DecodeError
 from base.errors import ForeignPeerError, ProtocolError, ServeError
 from base.link import EARLY_S, End, MessageStream, dial
 from base.logs import event
-from base.messages import FromNode, Heartbeat, KvEvents, NodeInfo, Registered, ToNode
+from base.messages import FromNode, Heartbeat, KvEvents, NodeInfo, Registered, Tokens, ToNode
+from base.turns import TURN_UNITS
 from base.wire import add_state, from_node, lease_from, register, to_node_from
 from protos import nodes_pb2 as pb
 
@@ -180,7 +182,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._link: MessageStream | None = None
         self._lease: Registered | None = None
-        self._outbox: list[FromNode] = []
+        self._outbox: deque[FromNode] = deque()
         self._is_flushing = False
         self._heard_at_s = self._sent_at_s = 0.0
         self._owes_snapshot = False
@@ -205,11 +207,9 @@ class _Stream:
             self._link.close()
 
     def send(self, item: FromNode) -> None:
+        # What is said in one turn of the loop goes in one message, as the tokens of a step.
         self._outbox.append(item)
-        if not self._is_flushing:
-            # What is said in one turn of the loop goes in one message, as the tokens of a step.
-            self._is_flushing = True
-            self._loop.call_soon(self._flush)
+        self._flush_soon()
 
     def send_state_in(self, delay_s: float) -> None:
         """Tell the state once so much time has passed, if no message does before."""
@@ -273,6 +273,11 @@ class _Stream:
         else:
             self._link.close(TimeoutError(f"silent for {self._lease.lease_s} s"))
 
+    def _flush_soon(self) -> None:
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
     def _flush(self) -> None:
         self._is_flushing = False
         if self._link is None or self._lease is None or self._link.is_choked or not self._outbox:
@@ -310,7 +315,18 @@ class _Stream:
         self._link.send(message.SerializeToString())
 
     def _take_outbox(self) -> list[FromNode]:
-        items, self._outbox = self._outbox, []
+        """Return what waits, of tokens what a conductor takes in in one turn; the rest goes in our next one.
+
+        A conductor that does not read for a while would else be sent all of that in one message.
+        """
+        items: list[FromNode] = []
+        units = 0
+        while self._outbox and units < TURN_UNITS:
+            item = self._outbox.popleft()
+            units += _units(item)
+            items.append(item)
+        if self._outbox:
+            self._flush_soon()
         return items
 
     def _beat_at(self, due_s: float) -> None:
@@ -318,3 +334,11 @@ class _Stream:
             self._beat.cancel()
         self._beat_due_s = due_s
         self._beat = self._loop.call_at(due_s, self._send_state)
+
+
+def _units(item: FromNode) -> int:
+    """Return what an item costs a conductor, as `base/turns.py` counts: its tokens, likely ones too."""
+    if not isinstance(item, Tokens) or not item.tokens:
+        return 1
+    logprobs = item.tokens[0].logprobs
+    return len(item.tokens) * (1 if logprobs is None else 1 + len(logprobs.top))

@@ -7,8 +7,9 @@ import pytest
 
 from base.attach import CONNECT_TIMEOUT_S, FOREIGN_BACKOFF_S, AttachClient, MessageObserver
 from base.errors import ForeignPeerError, ProtocolError
-from base.messages import Failed, Registered, Reserve
-from base.request import RequestId
+from base.messages import Failed, Registered, Reserve, Tokens
+from base.request import RequestId, SampledToken, TokenLogprobs
+from base.turns import TURN_UNITS
 from base.wire import lease_to, refused, to_node
 from protos import nodes_pb2 as pb
 from tests.conductor.scripted_node import ScriptedWork, node_info
@@ -153,6 +154,25 @@ def test_the_state_is_told_every_heartbeat_and_soon_after_a_result_that_went_wit
         (2.521, [], True),
         (4.521, [], True),
     ]
+
+
+def test_tokens_that_pile_up_leave_in_messages_of_a_turn_each_in_order_and_none_is_lost():
+    likely = SampledToken(5, TokenLogprobs(-0.5, tuple((place, -1.0) for place in range(20))))
+    names = [str(number) for number in range(TURN_UNITS // 5)]
+
+    def begin(link):
+        for name in names:
+            link.end.send(Tokens(RequestId(name), (likely,), None))
+
+    links, _ = attached_for(3.0, begin)
+    messages = [message for _, message in links[0].sent if message.tokens]
+    units = [
+        sum(1 + len(token.top) for item in message.tokens for token in item.tokens) for message in messages
+    ]
+    assert [item.request_id for message in messages for item in message.tokens] == names
+    assert TURN_UNITS <= units[0] < TURN_UNITS + 21
+    assert max(units) == units[0]
+    assert len(messages) == -(-21 * len(names) // units[0])
 
 
 def test_a_node_that_is_asked_for_its_blocks_tells_them_all_once():
