@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from base.errors import DeadlineError, RejectedError, ServeError, SloUnreachableError, UnavailableError
@@ -147,16 +148,20 @@ class PlacementQueue:
         if self.places.pop(request_id, None) is not None:
             self._queue.drop(request_id)
 
-    def pump(self, now_s: float) -> None:
-        """Try those who wait, in order, until one has to wait on."""
+    def pump(self, now_s: float, most: float = inf) -> bool:
+        """Try those who wait, in order, until one has to wait on; return whether `most` were tried before."""
         if not self.places:
-            return
+            return False
         self._note_roles(now_s)
+        num_tried = 0
         while (item := self._queue.first()) is not None:
+            if num_tried == most:
+                return True
+            num_tried += 1
             waiter = self.places[item.request_id].waiter
             try:
                 if not waiter.try_to_place(0.0):
-                    return
+                    return False
             except ServeError as error:
                 self.leave(item.request_id)
                 # without its traceback, which holds this frame, and so the waiter, which may hold the error
@@ -165,6 +170,7 @@ class PlacementQueue:
             self._queue.take(item)
             del self.places[item.request_id]
             waiter.ended(None)
+        return False
 
     def look_at_s(self, request_id: RequestId, now_s: float) -> float:
         """Return when to ask whether a request that waits is `overdue`."""

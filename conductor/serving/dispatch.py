@@ -71,6 +71,8 @@ PIECE_S = 1e-4
 STREAMING_SHARE = 0.25
 """The most of the event loop's time that pieces may take: where more would come, tokens go out together."""
 
+TRIED_TOGETHER = 16
+"""Requests that waited and are tried in one turn of the event loop: with a long prompt each takes 0.5 ms."""
 LEND_TIMEOUT_S = 1.0
 """The time that a node has to lend blocks. One that needs longer would not have saved any."""
 
@@ -316,7 +318,8 @@ class Dispatcher:
 
     def _pump(self) -> None:
         """Try to place those who wait: something has changed."""
-        self.queue.pump(self._clock.now_s())
+        if self.queue.pump(self._clock.now_s(), TRIED_TOGETHER):
+            asyncio.get_running_loop().call_soon(self._pump)
 
     def _finished(self, attempt: Attempt, error: BaseException | None) -> None:
         state = attempt.state

@@ -70,6 +70,22 @@ def test_who_comes_while_nobody_waits_is_placed_at_once_and_later_ones_in_order(
     assert "b" in line.queue
 
 
+def test_of_a_long_line_so_many_are_tried_in_a_turn_and_whether_others_are_left_is_said():
+    line = Line(max_waiting=20)
+    for name in "abcdef":
+        assert line.join(name)
+    line.places += ["free", "refuse"] * 2
+    assert line.queue.pump(1.0, most=3)
+    assert [told for told in line.log if isinstance(told, tuple)] == [
+        ("a", "SloUnreachableError"),
+        ("b", "NoneType"),
+        ("c", "SloUnreachableError"),
+    ]
+    assert not line.queue.pump(1.0, most=3), "the second of them waits on"
+    assert "e" in line.queue
+    assert "d" not in line.queue
+
+
 def test_who_comes_to_a_long_line_without_a_bound_is_ordered_by_what_it_takes():
     line = Line(max_waiting=20)
     # two nodes: "c" has four seconds before it, the others more
