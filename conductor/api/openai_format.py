@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pydantic_core
+
 from base.request import FinishReason, SampledToken
 from conductor.api.completion import Piece
 from conductor.api.http_reply import to_json
@@ -118,7 +120,7 @@ class Shown:
 
     @functools.cached_property
     def token_ids(self) -> bytes:
-        return to_json(self._given_ids).encode()
+        return pydantic_core.to_json(self._given_ids)  # json makes a text of each first
 
 
 class _Grown:

@@ -184,7 +184,12 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of a whole sequence of token ids."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if self._is_byte_level:
+            # The library makes a text of each token first, of sixty bytes and more.
+            left_out = self._special_ids if skip_special_tokens else ()
+            shown = (token_id for token_id in token_ids if token_id not in left_out)
+            return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def is_special(self, token_id: int) -> bool:
