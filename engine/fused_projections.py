@@ -164,7 +164,9 @@ def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = GR
     Returns how many groups were fused. Other modules than plain and quantised ones stay as they were.
     """
     fused = 0
-    for module in list(layers.modules()):
+    wanted = {name for names in groups for name in names}
+    # only modules that have such layers: a list of all would keep each replaced layer's weights until the end
+    for module in [each for each in layers.modules() if wanted & each._modules.keys()]:
         for names in groups:
             parts = [module._modules.get(name) for name in names]
             linears = [part for part in parts if type(part) is nn.Linear]

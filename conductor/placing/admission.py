@@ -84,7 +84,10 @@ def decode_tbt_s(
     policy: RejectPolicy,
     now_s: float,
 ) -> float:
-    """Return the step time that this request would meet in the mean node: now, or when it is prefilled."""
+    """Return the step time that this request would meet in the mean node: now, or when it is prefilled.
+
+    Where prefill nodes decode too, it is at least that of the chosen node as it is.
+    """
     ratio = view.corrections.ratio(placement.decode_node, "decode")
     node = view.node(placement.decode_node)
     if not view.decode_mask >> node.slot & 1:
@@ -95,7 +98,13 @@ def decode_tbt_s(
     if policy is RejectPolicy.PREDICT:
         sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
     num_nodes = (view.decode_mask | view.lent_mask).bit_count()
-    return cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio
+    predicted_s = (
+        cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio
+    )
+    if view.lent_mask:
+        # of the mean those have little who lend: it would promise room that this node refuses in the end
+        predicted_s = max(predicted_s, joined_tbt_s(node, cost, request.num_tokens, ratio))
+    return predicted_s
 
 
 def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterView, cost: CostModel) -> float:

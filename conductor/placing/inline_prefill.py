@@ -26,7 +26,8 @@ from conductor.placing.prefill_policies import copied_s
 from conductor.placing.prompt_share import LEAST_SHARE, MOST_LOAD, decode_load, prompt_share
 from kvstore.index import Group
 
-# A second of a decode node's time, where as much of it is free as is used, in seconds of a first token.
+# A second of a decode node's time, where as much of it is free as is used, in seconds of a first token. Where
+# the decode pool refuses requests it counts more, by the price of room: longer steps hold room for longer.
 TAKEN = 3.0
 
 
@@ -41,12 +42,13 @@ def inline_placement(
     if other.prefill_node == other.decode_node:
         return other
     best, least_s = other, other.predicted_ttft_s + copied_s(request, other, groups, view)
+    dear = TAKEN * view.room_price.price
     for node, depth in _candidates(other, groups, view, request.avoid):
         found = _inline(request, other, node, depth, view, cost)
         if found is None:
             continue
         load = min(MOST_LOAD, decode_load(node, cost))
-        taken_s = found.prefill_s * found.prompt_share * TAKEN * load / (1.0 - load)
+        taken_s = found.prefill_s * found.prompt_share * dear * load / (1.0 - load)
         cost_s = found.predicted_ttft_s + copied_s(request, found, groups, view) + taken_s
         if cost_s < least_s:
             best, least_s = found, cost_s

@@ -1,6 +1,7 @@
 """The GPU's way through a model, in Triton's interpreter: same logits as the family itself."""
 
 import copy
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -123,6 +124,22 @@ def test_fused_projections_change_no_logit(family: str) -> None:
     before = expected_logits(model, token_ids)
     assert fuse_projections(model) == 2 * model.config.num_hidden_layers
     torch.testing.assert_close(expected_logits(model, token_ids), before, rtol=1e-5, atol=1e-6)
+
+
+def test_no_more_than_one_groups_weights_are_there_twice_while_projections_are_fused(monkeypatch) -> None:
+    model, fused_before, most_alive, join = make_family("llama"), [], 0, torch.cat
+
+    def joining(tensors):
+        nonlocal most_alive
+        most_alive = max(most_alive, sum(weight() is not None for weight in fused_before))
+        joined = join(tensors)
+        fused_before.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors)
+        return joined
+
+    monkeypatch.setattr(torch, "cat", joining)
+    fuse_projections(model)
+    assert len(fused_before) == 5 * model.config.num_hidden_layers
+    assert most_alive <= 3  # q, k and v; a cache that fills the device leaves no place for all of them
 
 
 def test_a_writer_that_is_used_again_leaves_nothing_of_the_step_before() -> None:

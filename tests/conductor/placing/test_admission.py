@@ -184,6 +184,22 @@ def test_early_looks_at_the_mean_node_and_predict_at_that_of_then():
     assert predict.asked == [(sequences / 2 + 1, tokens / 2 + 3 * BLOCK_SIZE)]
 
 
+@pytest.mark.parametrize("policy", [EARLY, PREDICT])
+def test_a_prefill_node_that_decodes_a_little_is_no_room_on_the_node_that_was_chosen(policy):
+    view, request = busy_view(8), make_request("r", blocks=3)
+    view.heartbeat(NodeId("d1"), make_heartbeat(is_draining=True), 0.0)
+    placement = placed(view, request)._replace(decode_node=NodeId("d0"))
+    lent = make_request("lent", first_block=9_000)
+    view.placed(lent, placed(view, lent)._replace(prefill_node=NodeId("p0"), decode_node=NodeId("p0")), 0.0)
+    view.prefill_done(lent.request_id, 0.0)
+    assert view.lent_mask
+    bound = Slo(tbt_slo_s=COST.decode_step_s(7, view.running_context_tokens) / TBT_HEADROOM)
+    asked = request._replace(slo=bound)
+    assert not admit_to_decode(view.node(NodeId("d0")), COST, request.num_tokens, bound, policy)
+    reason, *_ = refusal(asked, placement, view, COST, SchedulerSettings(reject=policy), 0.0)
+    assert reason is RejectReason.TBT
+
+
 def test_predict_looks_past_the_prefill_from_now_on():
     view, request = busy_view(4), make_request("r", blocks=3)
     placement = placed(view, request)._replace(predicted_ttft_s=25.0)

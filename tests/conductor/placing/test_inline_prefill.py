@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from base.request import NodeId, RequestId, Slo
 from base.step_budget import KEPT_MEAN, target_gap_s
-from conductor.placing.placement import PlacementRequest
+from conductor.placing.placement import PlacementRequest, RejectReason
 from conductor.placing.prompt_share import CHUNK_SHARE, LEAST_SHARE
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -64,6 +64,18 @@ def test_a_long_prompt_is_computed_where_it_decodes_if_prefill_nodes_have_a_queu
     assert after.is_inline
     assert after.prefill_s > before.prefill_s
     assert after.predicted_ttft_s < 60.0
+
+
+def test_no_prompt_makes_steps_longer_in_a_pool_that_refuses_for_want_of_room():
+    view, request = make_view(1, 1), make_request(blocks=40)
+    decoding(view, 14, 0.035)
+    view.prefill_order.set(0, 30.0)
+    assert placed(view, request).is_inline
+    for _ in range(20):
+        view.rejected(RejectReason.TBT)
+    assert not placed(view, request).is_inline
+    view.kv_events(NodeId("d0"), 1, list(request.chain[:39]), [])
+    assert placed(view, request).is_inline  # the next turn of a chat takes hardly any of a step
 
 
 def test_nothing_is_computed_by_decode_nodes_unless_it_is_allowed():
