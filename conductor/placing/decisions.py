@@ -139,6 +139,8 @@ class Actual(NamedTuple):
     """Steps that computed a part of the prompt."""
     trace_id: str = ""
     """W3C's, of the request's spans; empty: nobody traces it."""
+    mean_step_s: float | None = None
+    """Mean of the gaps after the first, in which a sequence that was handed over has yet to join."""
 
 
 def decision(

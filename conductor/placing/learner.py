@@ -89,8 +89,11 @@ class Learner:
             known_s = asked.waited_s + times.queue_s + times.compute_s + times.exposed_transfer_s
             self._view.corrections.observe_added(node_id, max(0.0, ttft_s - known_s))
 
-    def ended(self, request_id: RequestId, mean_tbt_s: float | None, now_s: float) -> Placement:
-        """Take in that an attempt is over, and has left the view, and how long a token took.
+    def ended(self, request_id: RequestId, mean_step_s: float | None, now_s: float) -> Placement:
+        """Take in that an attempt is over, and has left the view, and how long a token after the second took.
+
+        The second token comes after messages and the wait for a step to join: of a short answer that is more
+        than its steps take, and would have the node look slower than it is.
 
         What a step was to take is the mean of the batches that it joined and left: at its placement those in
         prefill were counted too, many of which came when it had gone. Gaps with steps that computed prompts
@@ -100,10 +103,10 @@ class Learner:
         placement = running.placement
         if not running.first_step_s:
             self._pace.lost(placement.prefill_node, now_s)
-        elif mean_tbt_s and self._num_prompts(placement.decode_node) == running.prompts_before is not None:
+        elif mean_step_s and self._num_prompts(placement.decode_node) == running.prompts_before is not None:
             last_step_s = self._step_s(placement.decode_node, 1, running.num_tokens)
             profile_s = (running.first_step_s + last_step_s) / 2
-            self._learn(placement.decode_node, "decode", profile_s, mean_tbt_s)
+            self._learn(placement.decode_node, "decode", profile_s, mean_step_s)
         return placement
 
     def _num_prompts(self, node_id: NodeId) -> int | None:

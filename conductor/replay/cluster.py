@@ -361,6 +361,7 @@ class SimCluster:
             request.first_token_s = now_s
         else:
             request.gaps.append((now_s - request.token_at_s, 1, 0.0))
+        request.num_gaps_before = len(request.gaps)
         request.token_at_s = request.prefilled_at_s = now_s
         stays = placement.prefill_node == placement.decode_node
         profile = node.spec.profile

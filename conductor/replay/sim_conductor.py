@@ -227,8 +227,11 @@ class SimConductor:
         """Take in the end of an attempt that was placed; `output_tokens` where it ended well."""
         self.view.finished(request.request_id, now_s, output_tokens)
         if self._learner is not None:
-            num_gaps = (output_tokens or 0) - 1
-            mean_s = (now_s - request.prefilled_at_s) / num_gaps if num_gaps > 0 else None
+            # the first gap is no step alone: who was handed over has yet to join
+            num_steps, mean_s = (output_tokens or 0) - 2, None
+            if num_steps > 0:
+                first_s = request.gaps[request.num_gaps_before][0]
+                mean_s = (now_s - request.prefilled_at_s - first_s) / num_steps
             self._learner.ended(request.request_id, mean_s, now_s)
         if self._waiting:
             self.pump(now_s)

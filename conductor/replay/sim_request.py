@@ -65,6 +65,8 @@ class SimRequest:
     token_at_s: float
     """When it had its last token before it joined a batch, or left one."""
     gaps: list[Segment]
+    num_gaps_before: int
+    """Segments of attempts before the present one."""
     # of its decoding, which its engine keeps
     join_s: float
     """Seconds of the first step, beside what any sequence takes."""
@@ -107,6 +109,7 @@ class SimRequest:
         self.waits_for = self.order = self.prefix_tokens = 0
         self.token_at_s = self.join_s = self.prefilled_at_s = 0.0
         self.gaps = []
+        self.num_gaps_before = 0
         self.join_number = 0
         self.gap_bounds = UNBOUNDED_GAPS
         self.is_mean_lost = False

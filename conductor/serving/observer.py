@@ -58,6 +58,6 @@ class Observer(RequestObserver):
 
     def ended(self, attempt_id: RequestId, actual: Actual) -> None:
         self._decisions.ended(attempt_id, actual)
-        placement = self._learner.ended(attempt_id, actual.mean_tbt_s, self._clock.now_s())
+        placement = self._learner.ended(attempt_id, actual.mean_step_s, self._clock.now_s())
         if actual.mean_tbt_s:
             self._metrics.predicted("tbt", placement.predicted_tbt_s, actual.mean_tbt_s)

@@ -136,3 +136,14 @@ def test_a_tenant_with_few_requests_does_not_wait_for_one_with_many() -> None:
     outcomes = run(Trace("tenants", 512, rows), "1P1D", settings=SHIPPED).outcomes
     waited_s = dict(zip(outcomes.number, outcomes.queue_s, strict=True))
     assert max(waited_s[10], waited_s[11]) < min(waited_s[number] for number in (7, 8, 9))
+
+
+def test_short_answers_do_not_teach_that_steps_are_slow() -> None:
+    # a fiftieth of the seconds of such an answer is steps: the rest is messages until it joins
+    profile = dataclasses.replace(COST.profile, start_s=0.5, join_s=0.1)
+    rows = [TraceRequest(1.0 * at, 1_024, 3 + at % 3, range(2 * at, 2 * at + 2)) for at in range(60)]
+    options = ClusterOptions(1, 1, 512, settings=SHIPPED, learns=True)
+    cluster = simulate(Plan(Trace("short", 512, rows), CostModel(profile), options))
+    assert cluster.outcomes.num_completed == 60
+    assert min(cluster.outcomes.mean_tbt_s) > 3 * COST.decode_step_s(2, 4_096)
+    assert cluster.view.corrections.ratio(NodeId("d0"), "decode") == pytest.approx(1.0, rel=0.05)

@@ -37,7 +37,9 @@ def serve(observer, view, number, slower):
     times = PrefillTimes(0.0, profile_s * slower, handoff_s * slower)
     ttft_s = times.compute_s + times.exposed_transfer_s + 0.005
     observer.first_token(ttft_s, prefilled(times), request, placement)
-    observer.ended(request.request_id, Actual(9.0, "finished", mean_tbt_s=step_s * slower))
+    observer.ended(
+        request.request_id, Actual(9.0, "finished", mean_tbt_s=step_s * slower, mean_step_s=step_s * slower)
+    )
     return placement, ttft_s, step_s * slower
 
 
@@ -82,7 +84,7 @@ def test_of_a_node_that_left_nothing_is_kept_or_shown_though_its_requests_end_af
         serve(observer, view, number, slower=2.0)
         request, placement = placed(observer, view, f"lost{number}")
         view.remove_node(placement.decode_node)
-        observer.ended(request.request_id, Actual(9.0, "LostError", mean_tbt_s=1.0))
+        observer.ended(request.request_id, Actual(9.0, "LostError", mean_tbt_s=1.0, mean_step_s=1.0))
     assert {node_id for node_id, _ in view.corrections.ratios()} == {"p0"}
     told = exposition(metrics.registry).decode()
     assert 'node="p0"' in told
