@@ -2,7 +2,8 @@
 
 The same arrivals, which are seeded, are simulated on as many nodes with a profile, and what came of
 them stands beside what was measured: seconds to the first token, mean gaps, the share within each
-pair of bounds, and goodput. Replay's nodes have the shape's chunks.
+pair of bounds, and goodput. Replay's nodes have the shape's chunks, and its conductor the service's settings:
+it learns, and requests wait for their turn.
 
     python -m bench.goodput_replayed bench/results/goodput.json --profile h200-llama8b
 """
@@ -24,6 +25,7 @@ from bench.goodput import copy_of, goodput, load_at
 from bench.shapes import Shape, parse_shape
 from bench.workload import trace_at
 from conductor.placing.cost_model import CostModel
+from conductor.placing.placement import UNBOUNDED
 from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.profile import Profile
 from conductor.profile_file import load_profile
@@ -70,19 +72,21 @@ def shape_of(told: dict[str, Any], name: str) -> Shape:
 def replayed(
     shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None, follows_load: bool = False
 ) -> Outcomes:
-    """Simulate a load. `slo`: what each request names."""
+    """Simulate a load as the service has it. `slo`: what each request names; None: nothing."""
+    service = SchedulerConfig(roles="follow" if follows_load else "fixed")
     options = ClusterOptions(
         shape.prefill,
         shape.decode,
         trace.block_size,
+        settings=scheduler_settings(service),
+        learns=True,
+        max_waiting=service.max_waiting,
+        patience_s=service.patience_s,
+        slo=slo or UNBOUNDED,
         chunk_tokens=shape.chunk_tokens,
         step_budgets=shape.has_budgets,
         counts_gaps=True,
     )
-    if slo is not None:
-        options = replace(options, slo=slo, settings=scheduler_settings(SchedulerConfig(roles="fixed")))
-    if follows_load:
-        options = replace(options, settings=replace(options.settings, roles_follow=True))
     return simulate(Plan(trace, CostModel(profile), options)).outcomes
 
 
