@@ -168,6 +168,9 @@ class History(RequestObserver):
         self._queues: dict[NodeId, tuple[float, int]] = {}
         """The sum of the seconds of each node's queue since its last row, and how many they are."""
         self._sampled_at_s = clock.now_s()
+        self._next_day_row = int(self.now_s + 1) // CLUSTER_STEPS_S[1]
+        self._next_node_row = int(self.now_s) // NODE_STEPS_S[0] + 1
+        """The rows that are due next: a second later where the process had no time for a second."""
 
     @property
     def now_s(self) -> float:
@@ -230,12 +233,14 @@ class History(RequestObserver):
             self._sampled_at_s = now_s
             self.hour.put(row, self._cluster_row(elapsed_s, num_waiting))
             every = CLUSTER_STEPS_S[1]
-            if row % every == every - 1:
+            if (ended := (row + 1) // every) > self._next_day_row:
+                self._next_day_row = ended
                 means = dict(zip(CLUSTER_SERIES, self.hour.mean(every), strict=True))
-                self.day.put(row // every, [*(means | self._quantiles(1)).values()])
+                self.day.put(ended - 1, [*(means | self._quantiles(1)).values()])
             self._sample_queues(now_s, line_s)
-            if row % NODE_STEPS_S[0] == 0:
-                self._take_nodes(row // NODE_STEPS_S[0], now_s)
+            if (begun := row // NODE_STEPS_S[0]) >= self._next_node_row:
+                self._next_node_row = begun + 1
+                self._take_nodes(begun, now_s)
 
     def _cluster_row(self, elapsed_s: float, num_waiting: int) -> list[float]:
         before, self._totals = self._totals, self._metrics.totals()

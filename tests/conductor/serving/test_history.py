@@ -102,6 +102,22 @@ def test_a_row_says_what_happened_in_its_second():
     assert math.isnan(row["ttft_p50"]), "nobody's first token came in that second"
 
 
+def test_a_second_for_which_there_was_no_time_costs_no_row_of_ten_seconds_or_thirty():
+    cluster = Cluster()
+    for second in range(1, 91):
+        cluster.clock.advance(1.0)
+        if second not in (20, 40, 59):
+            cluster.history.take(num_waiting=5)
+    history = cluster.history
+    _, days = history.day.rows()
+    _, tens = history.nodes["n0"].hour.rows()
+    held = NODE_SERIES.index("kv_held")
+    assert (len(days), len(tens)) == (3, 9)
+    assert not any(math.isnan(row[CLUSTER_SERIES.index("waiting")]) for row in days)
+    assert not any(math.isnan(row[held]) for row in tens)
+    assert len(history.hour.rows()[1]) == 90
+
+
 def test_the_day_has_means_of_rates_and_percentiles_of_all_its_requests():
     cluster = Cluster()
     cluster.pass_seconds(30)
