@@ -47,7 +47,7 @@ def shown(attempt: dict[str, Any]) -> Group:
     asked = attempt["asked"]
     lines = [f"{attempt['request_id']}: {asked['num_tokens']} tokens, at most {asked['max_tokens']} new"]
     if placed := attempt.get("placed"):
-        lines.append(f"placed: prefill on {placed['prefill_node']}, decode on {placed['decode_node']}")
+        lines.append(f"placed: {_where(placed, asked)}")
         if placed["source_node"]:
             lines[-1] += f", prefix from {placed['source_node']}"
         lines.append(
@@ -66,9 +66,19 @@ def shown(attempt: dict[str, Any]) -> Group:
     chosen = placed or {}
     tables = [
         _table("prefill", attempt.get("prefill_candidates"), PREFILL_COLUMNS, chosen.get("prefill_node")),
-        _table("decode", attempt.get("decode_candidates"), DECODE_COLUMNS, chosen.get("decode_node")),
     ]
+    if asked["max_tokens"]:
+        rows = attempt.get("decode_candidates")
+        tables.append(_table("decode", rows, DECODE_COLUMNS, chosen.get("decode_node")))
     return Group(*lines, *tables)
+
+
+def _where(placed: dict[str, Any], asked: dict[str, Any]) -> str:
+    """Return on which nodes a request is, as the page at /ui says it."""
+    if not asked["max_tokens"]:
+        return f"computed on {placed['prefill_node']}, and nothing decodes"
+    where = f"prefill on {placed['prefill_node']}, decode on {placed['decode_node']}"
+    return f"{where}, beside what decodes there" if placed["is_inline"] else where
 
 
 def _actual_lines(attempt: dict[str, Any]) -> list[str]:

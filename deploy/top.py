@@ -91,8 +91,10 @@ def top(
             slowest = read_json(address, "/v1/page/requests.slowest")["requests"]
             live.update(screen(about, recent, now, slowest), refresh=True)
             if look == times:
-                return
+                break
             tick.wait(period_s)
+    if not live.console.is_terminal:
+        live.console.line()  # a terminal has one already
 
 
 def screen(

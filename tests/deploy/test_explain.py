@@ -22,7 +22,9 @@ def address():
     view.prefill_order.set(0, 1.5)
     request = make_request("mine-0a.1")
     kept = Decisions(cost, SchedulerSettings())
-    kept.decided(decision(request, view, place(request, view, cost, 0.0), 0.0, 0.0))
+    vector = make_request("vector-0a.1", max_tokens=0)
+    for asked in (request, vector):
+        kept.decided(decision(asked, view, place(asked, view, cost, 0.0), 0.0, 0.0))
     kept.ended(request.request_id, Actual(3.0, "finished", 0.5, 0.0, 0.4, 0.01, 0.03, 0, 7))
 
     class Answer(BaseHTTPRequestHandler):
@@ -51,6 +53,13 @@ def test_an_explanation_shows_the_choice_its_terms_and_what_came(address, capsys
     assert "1.5 s" in shown, "the queue of the other node"
     assert "actual: TTFT 500 ms" in shown
     assert "predicted/actual: ttft" in shown
+
+
+def test_what_ends_with_its_prompt_decodes_nowhere(address, capsys):
+    main("vector", address=address, json_=False)
+    shown = capsys.readouterr().out
+    assert "placed: computed on p1, and nothing decodes" in shown
+    assert "beside" not in shown, "there is no table of nodes that could decode"
 
 
 def test_the_answer_can_be_had_as_it_is(address, capsys):

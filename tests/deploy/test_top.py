@@ -57,6 +57,7 @@ def test_top_shows_history_budgets_the_slowest_and_kv_on_its_way(address, server
         cli.main(["top", "--times", "2", "--period", "0", "--address", address])
     assert caught.value.code == 0
     said = capsys.readouterr().out
+    assert said.endswith("\n"), "whatever comes next has a line of its own"
     for words in (
         "ready",
         "in bounds/s",

@@ -178,9 +178,10 @@ export function sentence(attempt) {
   const { actual, asked } = attempt, part = longestOf(attempt.parts.filter(({ name }) => name !== "decoded"));
   const beyond = part && part.predicted_s > 0 && part.actual_s > 1.5 * part.predicted_s ? `, ${Number((part.actual_s / part.predicted_s).toPrecision(2))} times what was predicted` : "";
   const past = (value, bound) => (late(value, bound) ? `, late by ${seconds(value - bound)}` : "");
-  const spent = part ? ` Most of the time to its first token: ${name(part.name)}, ${seconds(part.actual_s)}${beyond}.` : "";
+  const first = asked.max_tokens === 0 ? "vector" : "first token"; // of an embedding
+  const spent = part ? ` Most of the time to its ${first}: ${name(part.name)}, ${seconds(part.actual_s)}${beyond}.` : "";
   const pace = actual.mean_tbt_s ? `, then one every ${seconds(actual.mean_tbt_s)}${past(actual.mean_tbt_s, asked.slo[1])}` : "";
-  return `${actual.end[0].toUpperCase()}${actual.end.slice(1)}, ${counted(actual.num_output_tokens, "token")}. First token after ${seconds(actual.ttft_s)}${past(actual.ttft_s, asked.slo[0])}${pace}.${spent}`;
+  return `${actual.end[0].toUpperCase()}${actual.end.slice(1)}, ${asked.max_tokens === 0 ? "its vector" : `${counted(actual.num_output_tokens, "token")}. First token`} after ${seconds(actual.ttft_s)}${past(actual.ttft_s, asked.slo[0])}${pace}.${spent}`;
 }
 
 function candidates(caption, rows, columns, chosen) {

@@ -153,6 +153,10 @@ def test_every_kind_of_attempt_has_a_sentence_and_bars_that_add_up(modules):
     assert told[-1][0].startswith("Rejected: it waited to be placed as long as it may")
     assert told[-1][0].endswith("It was told to ask again in 2 s.")
     assert told[-2][0].startswith("It runs: prefill on")
+    vector = attempts[0] | {"asked": attempts[0]["asked"] | {"max_tokens": 0}}
+    [said] = in_node(modules, "requests.js", "value.map(page.sentence)", json.loads(json.dumps([vector])))
+    assert said.startswith("Finished, its vector after ")
+    assert "Most of the time to its vector: " in said
     for (sentence, bars), attempt in zip(told[:-2], attempts, strict=True):
         actual = attempt["actual"]
         assert " Most of the time to its first token: " in sentence
