@@ -30,6 +30,9 @@ from kvstore.index import Group
 # the decode pool refuses requests it counts more, by the price of room: longer steps hold room for longer.
 TAKEN = 3.0
 
+Beside = tuple[float, float, float]
+"""Seconds of queue and of prefill, and the prompt's share of the node's time."""
+
 
 def inline_placement(
     request: PlacementRequest,
@@ -44,9 +47,11 @@ def inline_placement(
     best, least_s = other, other.predicted_ttft_s + copied_s(request, other, groups, view)
     dear = TAKEN * view.room_price.price
     for node, depth in _candidates(other, groups, view, request.avoid):
-        found = _inline(request, other, node, depth, view, cost)
-        if found is None:
+        beside = beside_decoding(request, node, depth, view, cost)
+        # what it takes of others, and of caches, comes on top
+        if beside is None or _ttft_s(node, beside, view) >= least_s:
             continue
+        found = _inline(request, other, node, depth, beside, view, cost)
         load = min(MOST_LOAD, decode_load(node, cost))
         taken_s = found.prefill_s * found.prompt_share * dear * load / (1.0 - load)
         cost_s = found.predicted_ttft_s + copied_s(request, found, groups, view) + taken_s
@@ -64,7 +69,8 @@ def _candidates(
     for depth, mask in groups:
         slot = view.decode_order.least(mask & members)
         if slot is not None:
-            found.append((view.node_at(slot), depth))
+            if slot != chosen.slot:
+                found.append((view.node_at(slot), depth))
             break
     return found
 
@@ -74,15 +80,12 @@ def _inline(
     other: Placement,
     node: NodeState,
     depth: int,
+    beside: Beside,
     view: ClusterView,
     cost: CostModel,
-) -> Placement | None:
-    found = beside_decoding(request, node, depth, view, cost)
-    if found is None:
-        return None
-    queue_s, prefill_s, share = found
+) -> Placement:
+    queue_s, prefill_s, share = beside
     node_id, matched = node.info.node_id, _matched(request, depth, view)
-    dispatch_s = view.corrections.added_s(node_id)
     context_tokens = node.decode_context_tokens + request.num_tokens
     ratio = view.corrections.ratio(node_id, "decode")
     tbt_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens) * ratio
@@ -98,9 +101,9 @@ def _inline(
         fetch_s=0.0,
         prefill_s=prefill_s,
         handoff_s=0.0,
-        predicted_ttft_s=queue_s + prefill_s + dispatch_s,
+        predicted_ttft_s=_ttft_s(node, beside, view),
         predicted_tbt_s=tbt_s,
-        dispatch_s=dispatch_s,
+        dispatch_s=view.corrections.added_s(node_id),
         is_inline=True,
         prompt_share=share,
     )
@@ -108,7 +111,7 @@ def _inline(
 
 def beside_decoding(
     request: PlacementRequest, node: NodeState, depth: int, view: ClusterView, cost: CostModel
-) -> tuple[float, float, float] | None:
+) -> Beside | None:
     """Return the seconds of queue and of prefill on a node that decodes, and the prompt's share of its time.
 
     None: it has no room or no time.
@@ -125,6 +128,11 @@ def beside_decoding(
     if share < LEAST_SHARE:
         return None
     return node.queued_s + (step_s if node.running_sequences else 0.0), prefill_s / share, share
+
+
+def _ttft_s(node: NodeState, beside: Beside, view: ClusterView) -> float:
+    queue_s, prefill_s, _ = beside
+    return queue_s + prefill_s + view.corrections.added_s(node.info.node_id)
 
 
 def _matched(request: PlacementRequest, depth: int, view: ClusterView) -> int:

@@ -31,7 +31,7 @@ def prompt_share(node: NodeState, step_s: float) -> float:
 
 def decode_load(node: NodeState, cost: CostModel) -> float:
     """Return what a node decodes, as a share of what the bounds of that and its blocks allow."""
-    idle_s = cost.decode_step_s(0, 0)
+    idle_s = cost.profile.decode_fixed_s
     step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
     bound_s = KEPT_MEAN * node.tightest_tbt_s
     if bound_s == inf or bound_s <= idle_s:
