@@ -29,11 +29,13 @@ from typing import Any
 import numpy as np
 
 from base.clock import wall_clock_s
+from base.config import SchedulerConfig
 from base.request import Slo
 from bench.about_run import current_commit
 from bench.shapes import Shape, parse_shape
 from conductor.placing.cost_model import CostModel
-from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.placing.prefill_policies import scheduler_settings
+from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
@@ -156,12 +158,13 @@ def run(
 ) -> Outcomes:
     """Serve a trace on the nodes of a shape; each request names its bounds."""
     has_chunk = "@" in shape.name
-    roles_follow = bool(shape.decode) and not has_chunk
+    roles = "follow" if shape.decode and not has_chunk else "fixed"
     options = ClusterOptions(
         shape.prefill,
         shape.decode,
         trace.block_size,
-        settings=SchedulerSettings(reject, roles_follow=roles_follow),
+        settings=replace(scheduler_settings(SchedulerConfig(roles=roles)), reject=reject),
+        learns=True,
         chunk_tokens=shape.chunk_tokens if has_chunk else LONGEST_CHUNK,
         step_budgets=shape.has_budgets,
         slo=Slo(TTFT_S, bound_s),
