@@ -167,7 +167,7 @@ class MessagesBody(CountTokensBody):
                 name: value for name in SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None
             },
             max_tokens=max_tokens,
-            stop=tuple(text for text in self.stop_sequences or () if text.strip()),
+            stop=tuple(text for text in self.stop_sequences or () if text and not text.isspace()),
             grammar=self._grammar(),
             grammar_param="output_config.format",
         )

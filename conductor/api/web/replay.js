@@ -70,11 +70,14 @@ export function verdict(runs, called, was = null) {
   return `No: none of these clusters would have served noticeably more than the ${percent(share(now))} of ${now.nodes}.`;
 }
 
+// Seconds of those who were served; a dash where nobody was.
+const ofServed = ({ completed }, value) => seconds(completed === 0 ? null : value);
+
 // How far the replay of the cluster as it is, is from what was measured: its error.
 export function errorOf(was, { report }) {
   const difference = report.served_within - was.served_within, kind = difference > 0 ? "kinder" : "harsher";
   const within = Math.abs(difference) < 0.0005 ? "the same share within bounds" : `${points(difference)} ${kind}`;
-  return `How far to trust it: measured were ${percent(was.served_within)} within bounds and a TTFT p99 of ${seconds(was.ttft_s.p99)}; the replay as it is says ${percent(report.served_within)} (${within}) and ${seconds(report.ttft_s.p99)}.`;
+  return `How far to trust it: measured were ${percent(was.served_within)} within bounds and a TTFT p99 of ${ofServed(was, was.ttft_s.p99)}; the replay as it is says ${percent(report.served_within)} (${within}) and ${ofServed(report, report.ttft_s.p99)}.`;
 }
 
 const COLUMNS = [
@@ -85,8 +88,8 @@ const COLUMNS = [
 ];
 const EXPLAINED = COLUMNS.filter((column) => column !== "change" && !column[0].startsWith("T"));
 
-const reported = (nodes, change, report, about, attributes) => row([element("b", {}, nodes), change, element("td", {}, bar([[report.served_within, "held"]]), ` ${percent(report.served_within)}`), count(report.rejected), seconds(report.ttft_s.p50), seconds(report.ttft_s.p99), seconds(report.mean_tbt_s.p99),
-  percent(report.hit_rate_tokens), `${count((report.served_within * about.requests) / Math.max(1, about.span_s))}/s`, seconds(report.prefill_gpu_s_per_request)], attributes);
+const reported = (nodes, change, report, about, attributes) => row([element("b", {}, nodes), change, element("td", {}, bar([[report.served_within, "held"]]), ` ${percent(report.served_within)}`), count(report.rejected), ...[report.ttft_s.p50, report.ttft_s.p99, report.mean_tbt_s.p99].map((value) => ofServed(report, value)),
+  percent(report.completed === 0 ? null : report.hit_rate_tokens), `${count((report.served_within * about.requests) / Math.max(1, about.span_s))}/s`, ofServed(report, report.prefill_gpu_s_per_request)], attributes);
 
 function outcome(which, called = {}, slow = "") {
   const told = results[which];

@@ -3,6 +3,7 @@
 
 import json
 import threading
+import tracemalloc
 from contextlib import asynccontextmanager
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 
 from base.errors import RejectedError
 from base.request import FinishReason
+from conductor.api.messages.schema import MessagesBody
 from tests.conductor.api.conversing import CALL, deep, prompt_of, talking
 from tests.conductor.fakes import MODEL, serving, spoken
 
@@ -160,6 +162,19 @@ async def test_why_an_answer_ended_is_said(plain):
         assert (await messages.create(**body(max_tokens=5))).stop_reason == "max_tokens"
         answer = await messages.create(**body(max_tokens=9_000))
         assert answer.stop_reason == "model_context_window_exceeded"
+
+
+def test_of_stop_sequences_those_of_spaces_are_left_out_and_none_is_copied():
+    wide = "\N{GRINNING FACE}" + "a " * 500_000
+    asked = MessagesBody.model_validate(body(stop_sequences=["two", " \n", "", wide], max_tokens=9))
+    tracemalloc.start()
+    try:
+        stop = asked.options(9).stop
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert stop == ("two", wide)
+    assert most < len(wide)
 
 
 async def test_tokens_are_counted_as_they_are_asked(tooled):

@@ -431,6 +431,9 @@ def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules
     assert "measured were 79 % within bounds and a TTFT p99 of 9.5 s" in told[1]
     assert "80 % (1 points kinder) and 9 s" in told[1]
     assert told[2].startswith("Perhaps: with 3P1D"), "and less than one of twenty"
+    nobody = {"served_within": 0.0, "completed": 0, "ttft_s": {"p99": 0.0}}
+    told = in_node(modules, "replay.js", "page.errorOf(value, {report: value})", nobody)
+    assert "0.0 % within bounds and a TTFT p99 of –; the replay" in told, "nobody had a first token"
 
 
 @needs_node
