@@ -27,8 +27,8 @@ from dataclasses import fields
 from base.step_cost import StepCost
 from conductor.placing.profile import Profile
 
-# One measurement moves the ratio by a tenth: twenty requests forget a cold start, and
-# one outlier (a page fault, a compile) does not send the next burst elsewhere.
+# One measurement moves the ratio by a tenth: one outlier (a page fault, a compile) does not send the next
+# burst elsewhere. The first ten are averaged, so that a few forget a cold start.
 CORRECTION_GAIN = 0.1
 
 # What may be learned at once beyond four times what is known: a message there and back, twice.
@@ -139,7 +139,7 @@ class CostModel:
 class _Learned:
     """Fading means, for one node and term, of the logarithms of measured/predicted and of the predicted."""
 
-    __slots__ = ("covariance", "error", "log_ratio", "ratio", "trend", "usual_s", "variance")
+    __slots__ = ("covariance", "error", "log_ratio", "number", "ratio", "trend", "usual_s", "variance")
 
     def __init__(self, ratio: float, usual_s: float, trend: float = 0.0) -> None:
         self.ratio = ratio
@@ -147,12 +147,14 @@ class _Learned:
         self.usual_s = usual_s
         self.trend = trend
         self.variance = self.covariance = self.error = 0.0
+        self.number = 0
 
     def observe(self, log_ratio: float, predicted_s: float) -> None:
         off_ratio, off_size = log_ratio - self.log_ratio, math.log(predicted_s / self.usual_s)
         off_trend = abs(off_ratio - self.trend * _within(off_size, TREND_REACH))
         self.error += CORRECTION_GAIN * (off_trend - self.error)
-        self.log_ratio += CORRECTION_GAIN * off_ratio
+        self.number += 1
+        self.log_ratio += max(CORRECTION_GAIN, 1 / self.number) * off_ratio
         self.ratio = math.exp(self.log_ratio)
         self.usual_s *= math.exp(CORRECTION_GAIN * off_size)
         fade = 1 - CORRECTION_GAIN
@@ -165,6 +167,10 @@ class _Learned:
             return predicted_s * self.ratio
         off_size = _within(math.log(predicted_s / self.usual_s), TREND_REACH)
         return predicted_s * self.ratio * math.exp(self.trend * off_size)
+
+    def approach(self, log_ratio: float) -> None:
+        self.log_ratio = (self.log_ratio + log_ratio) / 2
+        self.ratio = math.exp(self.log_ratio)
 
     def relax(self, factor: float) -> None:
         self.log_ratio *= factor
@@ -196,9 +202,8 @@ class Corrections:
         log_ratio = math.log(min(high, max(low, measured_s / predicted_s)))
         known = self._learned.get((node_id, term))
         if known is None:
-            self._learned[node_id, term] = _Learned(math.exp(log_ratio), predicted_s / count)
-        else:
-            known.observe(log_ratio, predicted_s / count)
+            known = self._learned[node_id, term] = _Learned(math.exp(log_ratio), predicted_s / count)
+        known.observe(log_ratio, predicted_s / count)
         self._has_learned(node_id, term)
 
     def ratio(self, node_id: str, term: str) -> float:
@@ -258,6 +263,13 @@ class Corrections:
             self._has_learned(node_id, term)
         for node_id in self._added_s:
             self._added_s[node_id] *= factor
+
+    def doubt(self, node_id: str, other_id: str, term: str) -> None:
+        """Believe half as much that a node is slower, by its profile, than another is by its own."""
+        known, other = self._learned.get((node_id, term)), self._learned.get((other_id, term))
+        if known is not None and other is not None and known.log_ratio > other.log_ratio:
+            known.approach(other.log_ratio)
+            self._has_learned(node_id, term)
 
     def _has_learned(self, node_id: str, term: str) -> None:
         self.has_learned = True

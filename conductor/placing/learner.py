@@ -22,6 +22,9 @@ DOUBT_AFTER_S = 1.0
 DOUBT_HALF_LIFE_S = 0.7
 """Seconds in which doubt, once it has begun, halves what was learned."""
 
+UNHEARD_S = 30.0
+"""Seconds without a measurement of a node that halve the belief that it is slower than others."""
+
 
 @dataclass(slots=True)
 class _Running:
@@ -42,6 +45,8 @@ class Learner:
         self._pace = PrefillPace()
         self._running: dict[RequestId, _Running] = {}
         self._learned_at_s = self._doubted_at_s = now_s
+        self._heard_at_s: dict[str, dict[NodeId, float]] = {}
+        """When each node was measured or doubted, by term, the longest ago first."""
 
     def placed(self, placement: Placement, now_s: float) -> None:
         """Take in an attempt that begins."""
@@ -80,11 +85,11 @@ class Learner:
         # those who decode there have their part of its seconds: what is off is the rest
         paced = self._pace.done(node_id, now_s, profile_s / placement.prompt_share, times.compute_s)
         if paced is not None:
-            self._learn(node_id, "prefill", *paced)
+            self._learn(now_s, node_id, "prefill", *paced)
         if placement.handoff_s:
             tokens = asked.num_tokens - placement.decode_matched_blocks * self._view.block_size
             profile_s = self._cost.handoff_s(tokens, placement.prefill_s)
-            self._learn(node_id, "handoff", profile_s, times.exposed_transfer_s)
+            self._learn(now_s, node_id, "handoff", profile_s, times.exposed_transfer_s)
         if ttft_s is not None and self._view.is_member(node_id):
             known_s = asked.waited_s + times.queue_s + times.compute_s + times.exposed_transfer_s
             self._view.corrections.observe_added(node_id, max(0.0, ttft_s - known_s))
@@ -106,7 +111,7 @@ class Learner:
         elif mean_step_s and self._num_prompts(placement.decode_node) == running.prompts_before is not None:
             last_step_s = self._step_s(placement.decode_node, 1, running.num_tokens)
             profile_s = (running.first_step_s + last_step_s) / 2
-            self._learn(placement.decode_node, "decode", profile_s, mean_step_s)
+            self._learn(now_s, placement.decode_node, "decode", profile_s, mean_step_s)
         return placement
 
     def _num_prompts(self, node_id: NodeId) -> int | None:
@@ -125,6 +130,26 @@ class Learner:
             node.running_sequences + more_sequences, node.running_context_tokens + more_tokens
         )
 
-    def _learn(self, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1) -> None:
-        if self._view.is_member(node_id):
-            self._view.corrections.observe(node_id, term, profile_s, measured_s, count)
+    def _learn(
+        self, now_s: float, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1
+    ) -> None:
+        if not self._view.is_member(node_id):
+            return
+        self._view.corrections.observe(node_id, term, profile_s, measured_s, count)
+        heard_at_s = self._heard_at_s.setdefault(term, {})
+        heard_at_s.pop(node_id, None)
+        heard_at_s[node_id] = now_s
+        self._doubt_one(now_s, node_id, term, heard_at_s)
+
+    def _doubt_one(self, now_s: float, node_id: NodeId, term: str, heard_at_s: dict[NodeId, float]) -> None:
+        """Doubt that a node which was not measured for long is slower than one that was measured now.
+
+        Who believes it sends nothing there, and would believe it for ever: after a cold start, for example.
+        """
+        oldest = next(iter(heard_at_s))
+        if now_s - heard_at_s[oldest] < UNHEARD_S:
+            return
+        del heard_at_s[oldest]
+        if self._view.is_member(oldest):
+            self._view.corrections.doubt(oldest, node_id, term)
+            heard_at_s[oldest] = now_s

@@ -1,7 +1,7 @@
 """A whole cluster as processes on this machine, with the real small model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +69,36 @@ def running(
         yield cluster
 
 
+SHARED = ExitStack()
+"""What ends the cluster that tests share, while there is one."""
+
+
 @pytest.fixture(scope="session")
-def cluster(smollm2, tmp_path_factory) -> Iterator[LocalCluster]:
-    with running(smollm2, tmp_path_factory.mktemp("cluster")) as started:
-        yield started
+def shared_cluster(smollm2, tmp_path_factory) -> Callable[[], LocalCluster]:
+    """Return what gives the cluster that tests share, and starts it where there is none."""
+    running_now: list[LocalCluster] = []
+
+    def given() -> LocalCluster:
+        if not running_now:
+            SHARED.callback(running_now.clear)
+            running_now.append(SHARED.enter_context(running(smollm2, tmp_path_factory.mktemp("cluster"))))
+        return running_now[0]
+
+    return given
+
+
+@pytest.fixture
+def cluster(shared_cluster) -> LocalCluster:
+    return shared_cluster()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """End the shared cluster after the last test of this folder.
+
+    Supervisors are threads of this process: those of a cluster that nobody uses would open and close files
+    beneath all tests that come after.
+    """
+    yield
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        SHARED.close()

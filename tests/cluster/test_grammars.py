@@ -24,7 +24,7 @@ ASK = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 120, "temperature
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(cluster):
     with httpx.Client(base_url=cluster.url, timeout=PATIENCE_S) as opened:
         yield opened

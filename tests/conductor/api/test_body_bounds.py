@@ -34,6 +34,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from protos.inference_pb2_grpc import InferenceStub
 from tests.base.test_message_bounds import HOSTILE
 from tests.conductor.fakes import MAX_MODEL_LEN, MODEL, byte_level_tokenizer, serving, spoken
+from tests.memory import kept_bytes
 
 MIB = 1 << 20
 MANY = {
@@ -115,10 +116,10 @@ def test_a_list_of_wrong_values_is_left_at_the_first(name):
     tracemalloc.start()
     with pytest.raises(InvalidRequestError) as refused:
         read_body(raw, body)
-    kept_bytes = tracemalloc.get_traced_memory()[1]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert refused.value.param == param
-    assert kept_bytes < 10 * len(raw)
+    assert peak_bytes < 10 * len(raw)
 
 
 def test_a_table_of_wrong_biases_is_left_as_a_whole():
@@ -152,11 +153,10 @@ async def test_ids_are_checked_before_they_are_decoded(model, path, body, param)
 def test_stop_strings_cost_no_memory_for_each_choice():
     tokenizer = Tokenizer(byte_level_tokenizer())
     stop = tuple(chr(97 + number) * 256 for number in range(16))
-    tracemalloc.start()
-    streams = [TextStream(Detokenizer(tokenizer), stop) for _ in range(128)]
-    kept_bytes = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert len(streams) * 1024 > kept_bytes
+    streams, num_bytes = kept_bytes(
+        lambda: [TextStream(Detokenizer(tokenizer), stop) for _ in range(128)], __file__
+    )
+    assert len(streams) * 1024 > num_bytes > 0
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -2,7 +2,6 @@
 """/v1/responses, by the official client against a real server."""
 
 import json
-import tracemalloc
 from array import array
 from contextlib import asynccontextmanager
 
@@ -18,6 +17,7 @@ from conductor.api.responses.held import HELD_S, HeldResponse, HeldResponses
 from tests.conductor.api.conversing import CALL, WITH_TOOLS, deep, long_model, prompt_of, talking
 from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken
 from tests.manual_clock import ManualClock
+from tests.memory import kept_bytes
 
 ADD = {
     "type": "function",
@@ -173,14 +173,6 @@ def held(num_tokens=10, *more):
 
 
 def test_a_response_is_charged_with_the_memory_that_it_takes():
-    def grown(make):
-        make()
-        tracemalloc.start()
-        kept = make()
-        taken = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
-        return kept.num_bytes, taken
-
     deep_arguments = json.dumps(
         {"a": [[] for _ in range(10_000)], "b": {str(key): [1.5] for key in range(3_000)}}
     )
@@ -192,8 +184,9 @@ def test_a_response_is_charged_with_the_memory_that_it_takes():
         ),
         lambda: held(1, *(ChatMessage("user", str(number)) for number in range(1_000))),
     ):
-        charged, taken = grown(make)
-        assert taken <= charged <= 6 * taken
+        make()
+        kept, taken = kept_bytes(make, __file__)
+        assert taken <= kept.num_bytes <= 6 * taken
 
 
 async def test_a_held_response_keeps_nothing_of_the_variables_and_tools(plain, monkeypatch):

@@ -89,6 +89,13 @@ def another_machine_s(profile_s: float) -> float:
     return 0.7 * profile_s**1.25
 
 
+def test_a_cold_start_is_forgotten_in_as_many_measurements_as_it_is_times_too_slow() -> None:
+    corrections = Corrections()
+    for measured_s in (4.0, 1.0, 1.0, 1.0):
+        corrections.observe("n", "prefill", 1.0, measured_s)
+    assert corrections.ratio("n", "prefill") == pytest.approx(4.0 ** (1 / 4))
+
+
 def test_a_ratio_that_goes_with_size_is_learned_as_a_trend() -> None:
     corrections, rng = Corrections(), random.Random(1)
     for _ in range(60):

@@ -88,3 +88,30 @@ def test_mean_gap_that_began_beside_a_prompt_teaches_nothing_of_steps():
     taught.view.node(NodeId("d0")).num_queued -= 1
     taught.ended(asked)
     assert taught.ratio == 1.0
+
+
+def test_a_node_that_seemed_slow_once_and_gets_nothing_is_doubted_and_one_as_slow_as_others_is_not():
+    view, cold_s = make_view(3, 1), 5.0
+    learner, corrections = Learner(view, COST, 0.0), view.corrections
+    slow_all_round = 1.5
+
+    def measured(node_id, now_s, slowness):
+        asked = make_request(f"{node_id} {now_s}", 4, int(1_000 * now_s))
+        placement = require_placement(place(asked, view, COST, now_s, PLAIN))._replace(
+            prefill_node=NodeId(node_id)
+        )
+        view.placed(asked, placement, now_s)
+        learner.placed(placement, now_s)
+        view.prefill_done(asked.request_id, now_s)
+        times = PrefillTimes(0.0, slowness * COST.prefill_s(asked.num_tokens, 0), 0.01)
+        learner.first_token(1.0, times, asked, placement, now_s)
+
+    measured("p0", 0.0, cold_s)
+    measured("p1", 0.0, slow_all_round)
+    for now_s in range(1, 30):
+        measured("p2", float(now_s), slow_all_round)
+    assert corrections.ratio("p0", "prefill") == pytest.approx(cold_s)
+    for now_s in range(30, 300):
+        measured("p2", float(now_s), slow_all_round)
+    assert corrections.ratio("p0", "prefill") == pytest.approx(slow_all_round, rel=0.01)
+    assert corrections.ratio("p1", "prefill") == pytest.approx(slow_all_round)
