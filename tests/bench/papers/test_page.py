@@ -32,7 +32,7 @@ def test_browser_draws_every_chart_of_the_report(tmp_path) -> None:
     write_trace(small_trace(150), trace)
     args = ["--nodes", "2P2D", "--policy", "all", "--speed", "4", "--reject", "early"]
     bounds = ["--slo-ttft", "5", "--slo-tbt", "0.045"]
-    assert main([str(trace), *args, *bounds, "--html", str(out), "--sweep"]) == 0
+    assert main([str(trace), *args, *bounds, "--roles", "fixed", "--html", str(out), "--sweep"]) == 0
     with chromium(tmp_path / "profile") as page:
         page.open(out.as_uri())
         page.until("document.querySelectorAll('figure').length > 0")
