@@ -3,8 +3,9 @@
     python -m bench.replay TRACE [--rounds 3] [--copies 62 --rows 1500] [--out results.json]
     python -m bench.replay --million [--out results.json]
 
-Beside them 16 nodes whose links are full: 10 Gbit/s each, for a trace that wants as much, so that hundreds of
-hand-offs wait.
+Requests are placed as in the papers (`cluster_options.PLAIN`): roles are fixed, nobody is refused, nothing is
+learned. Beside them 16 nodes whose links are full: 10 Gbit/s each, for a trace that wants as much, so that
+hundreds of hand-offs wait.
 
 Seconds are the thread's own on the processor (a busy machine's other work counts only by
 the caches it spoils); wall seconds stand beside them. 1,000 nodes serve `copies` copies of
