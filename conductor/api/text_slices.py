@@ -21,6 +21,8 @@ from base.errors import InvalidRequestError
 SLICE_CHARS = 16_384
 MAX_PIECE_CHARS = 32_768
 """The most of a text without a place to cut it: no words, nor anything else that has a meaning."""
+MAX_PIECE_BYTES = 65_536
+"""The same where characters are wide: a tokenizer takes 150 bytes for each byte of a piece."""
 MIN_CHARS = 256
 """The least that is cut into pieces."""
 
@@ -39,7 +41,7 @@ def slices(
         pieces: The pre-tokenizer.
         slice_chars: A shorter text is one slice.
 
-    Raises InvalidRequestError for a part of more than `MAX_PIECE_CHARS` without a place to cut it.
+    Raises InvalidRequestError for a part of more than `MAX_PIECE_CHARS`, or bytes, without a place to cut it.
     """
     at, size = 0, slice_chars
     while len(text) - at > size:
@@ -47,14 +49,18 @@ def slices(
         if end > at:
             yield text[at:end]
             at, size = end, slice_chars
-        elif size < MAX_PIECE_CHARS:
+        elif size < MAX_PIECE_CHARS and _is_narrow(text[at : at + 2 * size]):
             size *= 2
         else:
             raise InvalidRequestError(
-                f"the prompt has more than {MAX_PIECE_CHARS} characters without a break between words",
+                f"the prompt has more than {size} characters without a break between words",
                 "prompt",
             )
     yield text[at:]
+
+
+def _is_narrow(text: str) -> bool:
+    return len(text.encode(errors="replace")) <= MAX_PIECE_BYTES
 
 
 def _cut(text: str, at: int, end: int, names: re.Pattern[str], max_name_chars: int, pieces: Pieces) -> int:

@@ -115,6 +115,12 @@ async def test_a_text_without_a_break_is_refused(model):
     assert refused.value.param == "prompt"
 
 
+async def test_half_as_much_of_wide_characters_without_a_break_is_refused(model):
+    TOKENIZER.encode("a" * 20_000, False)
+    with pytest.raises(InvalidRequestError, match="more than 16384 characters without a break"):
+        TOKENIZER.encode("\N{GRINNING FACE}" * 20_000, False)
+
+
 async def test_a_long_conversation_is_refused_before_it_is_rendered(model):
     rendered = []
 
