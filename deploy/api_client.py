@@ -76,7 +76,7 @@ def _read(address: str, path: str, is_secret: bool = True) -> bytes:
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"{url(address)}{path}: {error}") from error
+            raise ApiError(_unanswered(f"{url(address)}{path}", error)) from error
     if response.status >= 400:
         raise ApiError(_refusal(address, response.status, body))
     return body
@@ -100,7 +100,7 @@ def post(address: str, path: str, body: bytes) -> Answer:
             response = connection.getresponse()
             text = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"{url(address)}{path}: {error}") from error
+            raise ApiError(_unanswered(f"{url(address)}{path}", error)) from error
     after = response.headers.get("retry-after", "")
     request_id = response.headers.get("x-request-id", "")
     return Answer(response.status, request_id, float(after) if after.isdecimal() else None, text)
@@ -151,7 +151,7 @@ class ChatStream:
                 if data:
                     yield self._piece(data)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ApiError(f"{url(self._address)}: {error}") from error
+            raise ApiError(_unanswered(url(self._address), error)) from error
         raise ApiError(f"{url(self._address)}: the answer was cut short")
 
     def close(self) -> None:
@@ -177,6 +177,12 @@ class ChatStream:
             named = {"name": function["name"], "arguments": ""}
             self.calls.append({"id": delta["id"], "type": "function", "function": named})
         self.calls[delta["index"]]["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _unanswered(where: str, error: Exception) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return f"{where}: nothing listens there; `conductor up` starts a cluster, --address names another one"
+    return f"{where}: {error}"
 
 
 def _refusal(address: str, status: int, body: bytes) -> str:
