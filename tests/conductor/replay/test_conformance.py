@@ -140,7 +140,7 @@ def test_with_shipped_settings_simulation_refuses_as_the_live_conductor_does(tmp
 @pytest.mark.parametrize("rate", [16.0, 20.0, 40.0])
 def test_with_shipped_settings_as_many_are_refused_in_simulation_as_were_live(tmp_path, rate):
     # who is tried a moment earlier changes who is before whom: in fewer requests that is not averaged out
-    count = 1_500
+    count = 3_000
     live = read_run(logged(tmp_path / "decisions.jsonl", SHIPPED, rate, BOUNDS, count))
     outcomes = simulated(live, PROFILE).outcomes
     assert outcomes.num_arrived == len(live.served) + len(live.refused) == count
