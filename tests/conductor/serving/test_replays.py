@@ -212,6 +212,8 @@ def test_paces_are_by_role_and_of_a_node_of_both_the_slower():
         ("x" * 200_000, "1P1D", "dropped.csv:1: no columns"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [0]}', "0P1D", "1P1D|8P8D"),
     ],
+    # a test's name is in the environment of what it starts, which takes 128 KiB of each
+    ids=["a brace", "no lengths", "a word", "a long word", "no prefill node"],
 )
 async def test_what_is_no_trace_is_refused_in_the_commands_words(trace, nodes, words):
     with pytest.raises(InvalidRequestError, match=words) as refused:
