@@ -42,7 +42,7 @@ from engine.sequence import Sequence
 from engine.step import SequenceOutput
 
 RATES = ("short_prompts_per_s", "short_prompts_per_s_at_load")
-"""Of a row."""
+"""Keys of a row that hold rates."""
 
 
 def prompt_of(length: int, vocab_size: int, rng: random.Random) -> list[int]:

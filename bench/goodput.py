@@ -25,7 +25,7 @@ import argparse
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,12 +123,19 @@ async def try_rate(
     else:
         cut = trace_at(trace, rate, num_requests, options.input_tokens, copy_of(rate))
         load = list(trace_load(cut, 1.0, None, None))
+    outcomes, figures = await driven(cluster, server, load)
+    return Tried(rate, tuple(share_within(outcomes, pair) for pair in bounds), figures)
+
+
+async def driven(
+    cluster: LocalCluster, server: Server, load: Iterable[LoadRequest]
+) -> tuple[list[Outcome], dict[str, Any]]:
+    """Send a load and wait for all answers; return them, and the figures of them and of the nodes."""
     before = await asyncio.to_thread(node_counts, cluster)
     run = await run_load(server, load, None, lambda answered: None)
     told = report(run, None, {})
     done = figures_between(before, await asyncio.to_thread(node_counts, cluster), told)
-    shares = tuple(share_within(run.outcomes, pair) for pair in bounds)
-    return Tried(rate, shares, {key: told[key] for key in KEPT if key in told} | done)
+    return run.outcomes, {key: told[key] for key in KEPT if key in told} | done
 
 
 async def try_rates(

@@ -42,7 +42,7 @@ RATE_PER_NODE = 12_031 / 3_537 / 16
 
 
 FULL_LINKS_BYTES_PER_S = 10 * 125e6
-"""Of each node's link, which hand-offs of the conversation trace fill on 16 nodes."""
+"""Rate of each node's link, which hand-offs of the conversation trace fill on 16 nodes."""
 FULL_LINKS_ROWS = 3_000
 
 

@@ -50,7 +50,7 @@ PREFILL_BATCH = 8
 """Prompts that a prefill node computes at once."""
 
 PROFILES = {"8b": "h200-llama8b", "0.6b": "h200-llama8b", "tiny": "cpu-smollm2"}
-"""By model; that of 8b on another card than an H200 stands in `CARDS`."""
+"""Names of profiles by model; that of 8b on another card than an H200 stands in `CARDS`."""
 CARDS = {"NVIDIA H200": "h200-llama8b", "NVIDIA H100 80GB HBM3": "h100-llama8b"}
 """Profiles of 8b by the name that CUDA gives a card."""
 
@@ -124,7 +124,7 @@ class Limits:
     """Whether roles follow the load: then nodes of both pools are alike."""
     ahead_s: float = 0.5
     stages: int = 1
-    """Of each prefill node."""
+    """Stages of each prefill node's pipeline."""
     shared_gpu: bool = False
     """All nodes on one GPU, or on none; otherwise each has its own."""
     transports: tuple[str, ...] = TransferConfig().transports

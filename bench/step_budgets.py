@@ -54,8 +54,8 @@ CLOSE = 0.02
 MOST = 256.0
 """No load is driven so many times faster than it begins: it would come all at once."""
 SHAPES = ("1p1d", "2c", "2c@512", "2c@1024", "2c@2048", "2c@8192", "1p1d@8192")
-"""Those without a chunk have budgets, and no setting of theirs is changed for any load or bound. The first
-one's roles follow the load; those of `1p1d@8192` are fixed."""
+"""Shapes of two nodes. Those without a chunk have budgets, and no setting of theirs is changed for any
+load or bound. The first one's roles follow the load; those of `1p1d@8192` are fixed."""
 SPLITS = (
     "8p8d",
     "16c",

@@ -23,11 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.goodput import KEPT, share_within
-from bench.load import run_load, warm_up
-from bench.load_report import Goodput, report
+from bench.goodput import driven, share_within
+from bench.load import warm_up
+from bench.load_report import Goodput
 from bench.local_cluster import LocalCluster
-from bench.node_counts import figures_between, node_counts
 from bench.shapes import Shape, about, limits_of, options_parser, parse_shape, running
 from bench.sse_client import Outcome, Server
 from bench.step_budgets import BOUNDS_S, LONGEST_CHUNK, SHORTER, TTFT_S, Load, alike, burst, chats
@@ -111,18 +110,14 @@ def later_turns(outcomes: list[Outcome]) -> dict[str, float]:
 
 async def serve(cluster: LocalCluster, server: Server, row: Row, trace: Trace) -> dict[str, Any]:
     """Send a row's load, wait for all answers and return the row of the result."""
-    before = await asyncio.to_thread(node_counts, cluster)
     load = trace_load(trace, 1.0, None, None)
-    run = await run_load(replace(server, headers=row.headers), load, None, lambda answered: None)
-    told = report(run, None, {})
-    done = figures_between(before, await asyncio.to_thread(node_counts, cluster), told)
-    shares = [share_within(run.outcomes, Goodput(TTFT_S, bound_s)) for bound_s in BOUNDS_S]
+    outcomes, figures = await driven(cluster, replace(server, headers=row.headers), load)
     return {
         **asdict(row),
-        "share": share_within(run.outcomes, Goodput(TTFT_S, row.tpot_s)),
-        "shares": shares,
-        "later_turns_ttft_ms": later_turns(run.outcomes),
-        "figures": {key: told[key] for key in KEPT if key in told} | done,
+        "share": share_within(outcomes, Goodput(TTFT_S, row.tpot_s)),
+        "shares": [share_within(outcomes, Goodput(TTFT_S, bound_s)) for bound_s in BOUNDS_S],
+        "later_turns_ttft_ms": later_turns(outcomes),
+        "figures": figures,
     }
 
 

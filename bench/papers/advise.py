@@ -70,7 +70,7 @@ class Served(NamedTuple):
     times: float
     """How many times as much traffic as there is."""
     share: float
-    """Of all requests, within their bounds."""
+    """Share of all requests that met their bounds."""
     requests: int
     goodput_per_s: float
     """Requests a second within their bounds."""
