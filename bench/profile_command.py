@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--timelines", type=Path, metavar="FOLDER", help="of the nodes of that log: fit their steps")
     add("--name", default="measured", help="of the profile")
     add("--max-batch", type=int, default=0, help="sequences in a step, as the nodes have it; 0: usual")
-    add("--quantization", choices=WEIGHT_FORMATS, default="none", help="of the weights; not with --shape")
+    add("--quantization", choices=WEIGHT_FORMATS, default="none", help="of the weights")
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of K and V, as in cluster.yaml")
     add("--out", type=Path, default=Path("profile.json"))
     add("--commit", default="", help="where the checkout has no .git")

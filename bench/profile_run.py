@@ -23,14 +23,13 @@ import torch
 from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
 from bench.about_run import current_commit, processor_name
-from bench.engine_shapes import SHAPES, build_model
+from bench.engine_rank import build_rank
 from bench.engine_work import Driver, Prompts
 from bench.profile_fit import Measured, MeasuredStep, fitted, with_steps
 from conductor.placing.profile import Evidence, Profile
 from engine.build import Engine, assemble_engine, build_engine
 from engine.cuda_graph import MIXED_TOKENS
 from engine.long_chunks import MIN_TOKENS
-from engine.model import PagedModel
 from engine.model_store import prepare
 
 MIN_LONG_ROWS = MIN_TOKENS // 2
@@ -109,7 +108,7 @@ def measured_profile(options: argparse.Namespace) -> Profile:
 
 def _engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
     if options.shape:
-        return assemble_engine(config, PagedModel(build_model(SHAPES[options.shape])), SystemClock())
+        return assemble_engine(config, build_rank(options.shape, None, options.quantization), SystemClock())
     prepared = prepare(options.model, options.cache_dir, lambda line: print(line, flush=True))
     return build_engine(config, prepared.path, SystemClock())
 

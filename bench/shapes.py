@@ -24,7 +24,16 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from base.clock import wall_clock_s
-from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig, TransferConfig
+from base.config import (
+    KV_DTYPES,
+    WEIGHT_FORMATS,
+    ClusterConfig,
+    EngineConfig,
+    PoolConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TransferConfig,
+)
 from bench.about_run import current_commit
 from bench.engine_shapes import SHAPES
 from bench.local_cluster import LocalCluster, local_cluster
@@ -128,6 +137,11 @@ class Limits:
     shared_gpu: bool = False
     """All nodes on one GPU, or on none; otherwise each has its own."""
     transports: tuple[str, ...] = TransferConfig().transports
+    quantization: str = "none"
+    """Format of the weights."""
+    kv_dtype: str = "auto"
+    profile: str = ""
+    """Name or path; empty: the card's."""
 
     def engine(self, chunk_tokens: int, max_batch: int) -> EngineConfig:
         """Return the configuration of an engine with random weights."""
@@ -137,6 +151,8 @@ class Limits:
             max_batch=max_batch,
             max_model_len=self.max_model_len,
             layer_groups=self.layer_groups,
+            quantization=self.quantization,
+            kv_dtype=self.kv_dtype,
             random_weights=True,
         )
 
@@ -149,7 +165,7 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
         prompts_only = limits.max_batch
     computing = replace(limits.engine(shape.chunk_tokens, prompts_only), pipeline_parallel=limits.stages)
     return ClusterConfig(
-        profile=profile_of(model),
+        profile=limits.profile or profile_of(model),
         server=ServerConfig(http_port=0, grpc_port=0),
         scheduler=SchedulerConfig(
             roles="follow" if limits.follows_load and shape.has_budgets else "fixed",
@@ -193,6 +209,9 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
         default=",".join(TransferConfig().transports),
         help="tcp: as between hosts; with shm GPUs have cuda_ipc as well",
     )
+    add("--quantization", choices=WEIGHT_FORMATS, default="none", help="of the weights")
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of K and V")
+    add("--profile", default="", help="a name, or the file of one that was measured; empty: the card's")
     add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
     add(
         "--logs", type=Path, help="the processes' configurations, logs, decisions and timelines are kept here"
@@ -214,6 +233,9 @@ def limits_of(options: argparse.Namespace) -> Limits:
         stages=options.stages,
         shared_gpu=options.shared_gpu,
         transports=tuple(options.transports.split(",")),
+        quantization=options.quantization,
+        kv_dtype=options.kv_dtype,
+        profile=options.profile,
     )
 
 

@@ -24,7 +24,7 @@ from engine.drawing import Drawer, reached_on_stream
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels.sample_rows import sample_rows
-from engine.long_chunks import long_chunks, padded_tokens
+from engine.long_chunks import MIN_PREFIX, MIN_TOKENS, LongChunk, long_chunks, padded_tokens
 from engine.runner import SendStep, StepRunner
 from engine.sequence import Sequence
 from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, wait_for_prefixes
@@ -67,7 +67,7 @@ class GpuRunner(StepRunner):
         self._group = group
         self._send_step = send_step
         self._host_blocks = host_blocks
-        self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
+        self._chunk_tokens, self._max_model_len, self._max_batch = chunk_tokens, max_model_len, max_batch
         self._max_blocks = -(-max_model_len // block_size)
         max_tokens = max(padded_tokens(chunk_tokens + max_batch), MIXED_TOKENS[-1])
         max_chunks = max(max_batch, GRAPH_CHUNKS)
@@ -85,8 +85,9 @@ class GpuRunner(StepRunner):
         self._graphs.capture(chunk_tokens)
 
     def begin(self) -> None:
-        """Make what cuDNN keeps for each thread."""
+        """Make what cuDNN keeps for each thread, and compile what the graphs do not run."""
         self._model.make_plans(self._chunk_tokens, self._max_model_len)
+        self._run_long_steps()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step. Tokens it needs may still be on the device, sampled by the step before."""
@@ -159,6 +160,19 @@ class GpuRunner(StepRunner):
         logits = self._model.forward(self._memory, shape, header, self._last_tokens)
         sample_rows(logits, carve(self._memory, shape).sampling, self._last_tokens)
         return StepEnd(logits, self._model.row_states)
+
+    def _run_long_steps(self) -> None:
+        """Run each kind of step that is not captured once, so that no first prompt waits for a compiler.
+
+        The time of a first prompt is what a node is known by until it has computed more.
+        """
+        for prefix, num_single in ((0, 0), (0, 2), (MIN_PREFIX, 0), (MIN_PREFIX, 2)):
+            num_tokens = min(self._chunk_tokens, self._max_model_len - prefix)
+            if num_tokens >= MIN_TOKENS and num_single <= self._max_batch:
+                size = padded_tokens(num_tokens + num_single)
+                shape = StepShape(size, num_single, 2, self._max_blocks)
+                self._run(shape, step_header(shape, (LongChunk(num_tokens, prefix),)))
+        torch.cuda.synchronize(self._model.device)
 
     def _run_captured(self, shape: StepShape) -> None:
         self._ended[shape] = self._run(shape, step_header(shape))

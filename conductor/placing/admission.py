@@ -110,10 +110,11 @@ def decode_tbt_s(
 def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterView, cost: CostModel) -> float:
     """Return the seconds of a step that this request takes from others that could be served instead of it.
 
-    Its own part of a step, by the price of room in the pool: nothing while that takes all that come.
+    Its own part of a step, by the price of room in the pool: nothing while that takes all that come, or where
+    there are no others. The price remembers a burst for minutes, and an idle pool would refuse everybody.
     """
     price = view.room_price.price
-    if price <= 1.0:
+    if price <= 1.0 or not (view.num_in_flight or view.running_sequences):
         return 0.0
     ratio = view.corrections.ratio(placement.decode_node, "decode")
     own_s = cost.decode_step_s(1, request.num_tokens) - cost.decode_step_s(0, 0)

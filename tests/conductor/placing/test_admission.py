@@ -4,7 +4,7 @@ from math import e, inf, nextafter
 
 import pytest
 
-from base.request import NodeId, Slo
+from base.request import NodeId, RequestId, Slo
 from conductor.placing.admission import (
     RETRY_AFTER_S,
     TBT_HEADROOM,
@@ -94,8 +94,16 @@ def test_a_step_may_take_a_share_of_its_bound_and_no_more(policy):
     assert refused(Slo(tbt_slo_s=1.0), settings, cost=slow)[0] is RejectReason.TBT
 
 
+def view_with_one():
+    """A prefill and a decode node, on which a short request decodes."""
+    view, other = make_view(1, 1), make_request("other", blocks=1, first_block=1000)
+    view.placed(other, placed(view, other), 0.0)
+    view.prefill_done(other.request_id, 0.0)
+    return view
+
+
 def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_all_are_taken():
-    view = make_view(1, 1)
+    view = view_with_one()
     long, short = (make_request(blocks=blocks) for blocks in (200, 20))
     shown = {request.num_tokens: placed(view, request) for request in (long, short)}
     at_ease = [displaced_s(each, shown[each.num_tokens], view, COST) for each in (long, short)]
@@ -116,6 +124,20 @@ def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_
     # and one that it does not keep alone
     tight = long._replace(slo=Slo(tbt_slo_s=COST.decode_step_s(1, long.num_tokens)))
     assert refusal(tight, shown[long.num_tokens], view, COST, PREDICTING, 0.0)[2] is False
+
+
+def test_an_idle_pool_takes_whom_it_can_serve_whatever_room_cost_a_moment_ago():
+    request = make_request(blocks=200)
+    slo = Slo(tbt_slo_s=1.001 * COST.decode_step_s(1, request.num_tokens) / TBT_HEADROOM)
+    view = view_with_one()
+    for _ in range(200):
+        view.rejected(RejectReason.TBT)
+    shown = placed(view, request)
+    asked = request._replace(slo=slo)
+    assert refusal(asked, shown, view, COST, PREDICTING, 0.0)[0] is RejectReason.TBT
+    view.finished(RequestId("other"), 0.0)
+    assert view.room_price.price == MOST
+    assert refusal(asked, shown, view, COST, PREDICTING, 0.0) is None
 
 
 def test_the_price_of_room_rises_with_who_finds_none_and_falls_with_time():
