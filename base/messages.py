@@ -228,6 +228,22 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How evenly tokens went to a node's experts in the last minutes; 1: each expert had its share."""
+
+    num_choices: int
+    """Choices of an expert by a token in a layer."""
+    busiest: float
+    """Choices of a layer's busiest expert over the mean of its experts; the mean of all layers."""
+    busiest_of_a_layer: float
+    """The same of the least even layer."""
+    busiest_rank: float
+    """The same of the ranks that share the experts, in the mean of all layers; each waits for its busiest."""
+    ranks: tuple[float, ...]
+    """Choices of each rank's experts over the mean of the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """A node's load at one moment."""
 
@@ -254,6 +270,8 @@ class Heartbeat:
     """Tokens of prompts in the last step."""
     step_budget_tokens: int = 0
     """Tokens of prompts that a step may have; 0: not said."""
+    experts: ExpertLoad | None = None
+    """None: the model has none, or nobody chose one yet."""
 
 
 @dataclass(frozen=True, slots=True)

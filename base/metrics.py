@@ -389,6 +389,8 @@ class NodeMetrics:
             ["peer", "transport"],
         )
         self.kvstore_blocks = gauge("kvstore_blocks", "KV blocks by place: free, cached, held", ["place"])
+        told = "Choices over the mean, of the last minutes: busiest_expert, busiest_rank, rank_0, ..."
+        self.expert_load = FunctionGauge("expert_load_ratio", told, ["of"], registry)
 
 
 class StoreMetrics:
@@ -402,9 +404,7 @@ class StoreMetrics:
             "Blocks by tier (host, disk) and place: free, in_transfer, cached, held, bad",
             ["tier", "place"],
         )
-        self.unaccounted = gauge(
-            "kvstore_unaccounted_blocks", "Total less all places; anything but 0 is a bug", ["tier"]
-        )
+        self.unaccounted = gauge("kvstore_unaccounted_blocks", "Total less all places; 0, or a bug", ["tier"])
         self.engine_blocks = gauge(
             "kvstore_engine_blocks",
             "Since the start: saved from the engine's cache, loaded into it, dropped unsaved",
@@ -415,9 +415,7 @@ class StoreMetrics:
             "1 at the state of the disk tier's file: growing, or resting (the disk is full)",
             ["state"],
         )
-        self.damaged = gauge(
-            "kvstore_damaged_blocks", "Blocks found to be other bytes than were stored", ["tier"]
-        )
+        self.damaged = gauge("kvstore_damaged_blocks", "Blocks found to be other than stored", ["tier"])
 
 
 @dataclass(frozen=True, slots=True)

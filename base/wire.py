@@ -28,6 +28,7 @@ from base.errors import ProtocolError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.messages import (
+    ExpertLoad,
     Failed,
     FromNode,
     Heartbeat,
@@ -70,6 +71,7 @@ from protos import nodes_pb2 as pb
 
 TOKEN_ID_BYTES = 4
 MAX_NODE_ID_CHARS = 128
+MAX_RANKS = 1024
 
 
 def _unpack_token_ids(packed: bytes) -> tuple[int, ...]:
@@ -110,6 +112,12 @@ def _check_prefilled(prefilled: Prefilled) -> None:
         raise ProtocolError("prefilled: either a token or a vector is wanted")
     if vector is not None and (not vector or len(vector) % NUMBER_BYTES):
         raise ProtocolError(f"prefilled.embedding: {len(vector)} bytes")
+
+
+def _check_experts(load: ExpertLoad) -> None:
+    ratios = load.busiest, load.busiest_of_a_layer, load.busiest_rank, *load.ranks
+    if not 1 <= len(load.ranks) <= MAX_RANKS or not all(isfinite(ratio) and ratio >= 0 for ratio in ratios):
+        raise ProtocolError(f"heartbeat.experts: 1 to {MAX_RANKS} ranks and finite numbers are wanted")
 
 
 def _check_node(node: NodeInfo) -> None:
@@ -240,7 +248,8 @@ _FROM_NODE: dict[type, tuple[str, Codec[Any]]] = {
 _REGISTER = message_of(NodeInfo, _check_node, roles=enums_of(Role, "register.roles"), peer=PEER)
 _STEP_COST = message_of(StepCost, StepCost.check, step_tokens=TUPLE)
 _REGISTERED = message_of(Registered, _check_lease, step_cost=optional(_STEP_COST))
-_HEARTBEAT = message_of(Heartbeat, roles=enums_of(Role, "heartbeat.roles"))
+_EXPERTS = message_of(ExpertLoad, _check_experts, ranks=TUPLE)
+_HEARTBEAT = message_of(Heartbeat, roles=enums_of(Role, "heartbeat.roles"), experts=optional(_EXPERTS))
 _KV_EVENTS = message_of(KvEvents, stored=hashes("kv_events.stored"), removed=hashes("kv_events.removed"))
 
 

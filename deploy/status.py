@@ -56,7 +56,21 @@ def _shown(status: dict[str, Any]) -> Group:
     sizes = sorted({node["kv_token_bytes"] for node in nodes if node.get("kv_token_bytes")})
     if sizes:
         totals["bytes of KV a token"] = " and ".join(f"{size:,}" for size in sizes)
-    return Group(_nodes_table(nodes), ", ".join(f"{name}: {value}" for name, value in totals.items()))
+    lines = [expert_line(node["id"], node["experts"]) for node in nodes if node.get("experts")]
+    said = ", ".join(f"{name}: {value}" for name, value in totals.items())
+    return Group(_nodes_table(nodes), *lines, said)
+
+
+def expert_line(node: str, experts: dict[str, Any]) -> str:
+    """Return how evenly tokens went to a node's experts, as `/status` says it."""
+    line = (
+        f"experts of {node}, times their share: busiest {experts['busiest']:.2f}, "
+        f"in the least even layer {experts['busiest_of_a_layer']:.2f}"
+    )
+    if len(experts["ranks"]) == 1:
+        return line
+    shares = " ".join(f"{share:.2f}" for share in experts["ranks"])
+    return f"{line}, busiest rank {experts['busiest_rank']:.2f}, ranks {shares}"
 
 
 def _nodes_table(nodes: list[dict[str, Any]]) -> Table:

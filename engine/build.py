@@ -26,6 +26,7 @@ from base.logs import event
 from base.tables import from_table
 from engine.block_pool import BlockPool
 from engine.device_weights import move_to
+from engine.expert_load import ExpertBalance, ExpertCounts, expert_counts
 from engine.loop import EngineLoop
 from engine.model import PagedModel
 from engine.packed_linear import pack_linears
@@ -80,6 +81,8 @@ class Engine:
     ranks: Ranks | None = None
     """The processes that hold the rest of the model."""
     quantization: Quantization = FLOATS
+    experts: ExpertBalance | None = None
+    """How evenly tokens go to the experts; None: the model has none."""
 
 
 def build_engine(
@@ -188,6 +191,7 @@ def assemble_engine(
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     host_blocks = _host_blocks(config, cache) if group is None else None
+    counts = expert_counts(model.module)
     scheduler = Scheduler(
         pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size,
         chunk_attention=max(config.chunk_attention, 0.0),
@@ -196,10 +200,13 @@ def assemble_engine(
     runner: StepRunner
     if stage is not None:
         sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
-        runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks)
+        runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks, counts)
     else:
         tensor = group.tensor if group is not None else None
-        runner = _runner(config, model, cache, max_model_len, tensor, ranks, host_blocks)
+        runner = _runner(config, model, cache, max_model_len, tensor, ranks, host_blocks, counts)
+    if counts is not None:
+        # Graphs are captured by steps that run.
+        counts.reset()
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock, grammars=Grammars(load_vocabulary)),
         runner=runner,
@@ -213,6 +220,7 @@ def assemble_engine(
         parts=parts,
         ranks=ranks,
         quantization=model.quantization,
+        experts=None if counts is None else ExpertBalance(counts, clock),
     )
 
 
@@ -252,14 +260,17 @@ def _stage_runner(
     split: tuple[int, ...],
     clock: Clock,
     ranks: Ranks | None,
+    counts: ExpertCounts | None,
 ) -> StepRunner:
     if model.device.type == "cpu":
+        if counts is not None:
+            counts.count_all()
         return PipelineRunner(model, cache, stage, split, clock, ranks)
     # As in `_runner`.
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_pipeline_runner import GpuPipelineRunner  # noqa: PLC0415
 
-    gpu_model = GpuModel(model.module, cache, stage=stage)
+    gpu_model = GpuModel(model.module, cache, stage=stage, counts=counts)
     return GpuPipelineRunner(gpu_model, stage, cache.layout.block_size, sizes, split, ranks)
 
 
@@ -271,15 +282,18 @@ def _runner(
     group: TensorGroup | None,
     ranks: Ranks | None,
     host_blocks: HostBlocks | None,
+    counts: ExpertCounts | None,
 ) -> StepRunner:
     send_step = ranks.send_step if ranks is not None else None
     if model.device.type == "cpu":
+        if counts is not None:
+            counts.count_all()
         return Runner(model, cache, send_step, host_blocks)
     # Triton is 1 GB and only machines with a GPU have it.
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 
-    gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups)
+    gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups, counts=counts)
     return GpuRunner(gpu_model, config, max_model_len, group, send_step, host_blocks)
 
 

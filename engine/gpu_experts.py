@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
-from engine.kernels.many_pairs import added_up, gated, ordered_pairs
+from engine.kernels.many_pairs import Tally, added_up, gated, ordered_pairs
 from engine.opaque import opaque
 from engine.tensor_parallel import ExpertShare
 
@@ -30,16 +30,22 @@ SILU = ("SiLU", "SiLUActivation")
 """Names of the activation that the kernels have."""
 
 
-def use_experts(model: PreTrainedModel) -> None:
-    """Let a model's experts, if it has any, be computed here."""
+def use_experts(model: PreTrainedModel) -> bool:
+    """Let a model's experts, if it has any, be computed here; return whether the kernels compute them.
+
+    The kernels count what is chosen where a module has `choices` and `slots` (`engine/expert_load.py`)."""
     experts = [
         module for module in model.modules() if hasattr(module, "gate_up_proj") and _is_stacked(module)
     ]
     if not experts:
-        return
+        return False
     ExpertsInterface.register(EXPERTS_NAME, _experts)
-    if all(map(is_plain, experts)):
+    in_kernels = all(map(is_plain, experts))
+    if in_kernels:
         model.set_experts_implementation(EXPERTS_NAME)
+        for module in experts:
+            module.register_buffer("choices", module.gate_up_proj.new_zeros(0, dtype=torch.int64), False)
+            module.register_buffer("slots", module.gate_up_proj.new_zeros(0, dtype=torch.int32), False)
         for module in model.modules():
             if isinstance(module, ExpertShare):
                 # The kernels leave out what no expert has.
@@ -47,6 +53,7 @@ def use_experts(model: PreTrainedModel) -> None:
     elif model.dtype != torch.bfloat16:
         # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
         model.set_experts_implementation("batched_mm")
+    return in_kernels
 
 
 def is_plain(module: Any) -> bool:
@@ -68,28 +75,50 @@ def _experts(
     if not is_plain(module):
         other: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, top_k_index, top_k_weights)
         return other
-    output: torch.Tensor = experts(hidden, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights)
+    output: torch.Tensor = experts(
+        hidden,
+        module.gate_up_proj,
+        module.down_proj,
+        top_k_index,
+        top_k_weights,
+        module.choices,
+        module.slots,
+    )
     return output
 
 
-@opaque(lambda hidden, *_: torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device))
+@opaque(
+    lambda hidden, *_: torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device),
+    changes=("choices",),
+)
 def experts(
     hidden: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
+    choices: torch.Tensor,
+    slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Return each token's weighted sum over its experts; arguments as `grouped_experts`."""
+    """Return each token's weighted sum over its experts; arguments as `grouped_experts`.
+
+    `choices` of no experts counts nothing."""
     hidden = hidden.contiguous()
+    tally = Tally(choices, slots) if len(choices) else None
     if chosen.numel() <= MAX_PAIRS:
-        return grouped_experts(hidden, gate_up, down, chosen, weights)
+        return grouped_experts(hidden, gate_up, down, chosen, weights, tally=tally)
     if hidden.dtype != torch.bfloat16:
         size = MAX_PAIRS // chosen.shape[1]
         slices = [slice(start, start + size) for start in range(0, len(hidden), size)]
-        found = [grouped_experts(hidden[rows], gate_up, down, chosen[rows], weights[rows]) for rows in slices]
-        return torch.cat(found)
-    return _many(hidden, gate_up, down, chosen, weights)
+        return torch.cat(
+            [
+                grouped_experts(
+                    hidden[rows], gate_up, down, chosen[rows], weights[rows], tally=tally and tally.of(rows)
+                )
+                for rows in slices
+            ]
+        )
+    return _many(hidden, gate_up, down, chosen, weights, tally)
 
 
 def _many(
@@ -98,10 +127,11 @@ def _many(
     down: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
+    tally: Tally | None,
 ) -> torch.Tensor:
     """Compute many pairs by torch's grouped product."""
     chosen, weights = chosen.contiguous(), weights.contiguous()
-    tokens, places, ends = ordered_pairs(chosen, len(gate_up))
+    tokens, places, ends = ordered_pairs(chosen, len(gate_up), tally)
     inner = gated(grouped_mm(hidden[tokens], gate_up.transpose(1, 2), offs=ends))
     made = grouped_mm(inner, down.transpose(1, 2), offs=ends)
     return added_up(made, places, chosen, weights, len(gate_up))

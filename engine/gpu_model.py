@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.compiled import compile_around, compile_layers, compiled
+from engine.expert_load import ExpertCounts
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
@@ -35,6 +36,7 @@ class GpuModel:
     Args:
         is_compiled: False: every module as it is, for comparison.
         stage: The stage that the model was cut to; None: it is whole.
+        counts: Counts the choices of experts; None: there are none, or nobody asks.
         layer_groups: Number of groups that steps which are not captured report one by one.
     """
 
@@ -45,6 +47,7 @@ class GpuModel:
         is_compiled: bool = True,
         layer_groups: int = 1,
         stage: Stage | None = None,
+        counts: ExpertCounts | None = None,
     ) -> None:
         self._model = model.eval()
         config = model.config.get_text_config()
@@ -53,9 +56,10 @@ class GpuModel:
         attach_cache(model, cache)
         self._heads = heads_read(model, cache, config.num_attention_heads)
         model.set_attn_implementation(GPU_ATTENTION_NAME)
-        use_experts(model)
+        self._counts = counts
+        self._counts_in_kernels = use_experts(model)
         use_real_rotary(model)
-        layers = _decoder_layers(model)
+        layers = self._layers = _decoder_layers(model)
         self._cuts_last_layer = is_last and can_be_cut(model, layers)
         if self._cuts_last_layer:
             keep_kv = dropping_result(layers[-1].forward)
@@ -73,6 +77,12 @@ class GpuModel:
         """The last hidden state behind each row of logits of the step that was queued last."""
         self._states = torch.empty(0)
         model.base_model.register_forward_hook(self._ended)
+
+    def take_steps(self, max_tokens: int) -> None:
+        """Make ready, before the first step, for steps of so many rows at most."""
+        if self._counts is not None:
+            cut = self._layers[-1] if self._cuts_last_layer else None
+            self._counts.count_slots(max_tokens, self._counts_in_kernels, cut)
 
     @torch.no_grad()
     def make_plans(self, chunk_tokens: int, max_model_len: int) -> None:
@@ -94,6 +104,8 @@ class GpuModel:
             last_tokens: [any] int64 on the device; what the last step sampled.
         """
         views = carve(memory, shape)
+        if self._counts is not None:
+            self._counts.begin(views.slots)
         token_ids, positions, rows = step_inputs(
             views.token_ids, views.sources, views.positions, views.logit_rows, last_tokens
         )

@@ -62,6 +62,7 @@ class GpuPipelineRunner(StepRunner):
         largest = StepShape(
             padded_tokens(chunk_tokens + max_batch), max_batch, max(2, max_batch), self._max_blocks
         )
+        model.take_steps(largest.num_tokens)
         stage.on_taken_in = self._begin
         self._masks = TokenMasks()
         self._began: torch.Event | None = None

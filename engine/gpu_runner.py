@@ -72,6 +72,7 @@ class GpuRunner(StepRunner):
         max_tokens = max(padded_tokens(chunk_tokens + max_batch), MIXED_TOKENS[-1])
         max_chunks = max(max_batch, GRAPH_CHUNKS)
         largest = StepShape(max_tokens, max_batch, max_chunks, self._max_blocks)
+        model.take_steps(largest.num_tokens)
         self._memory = torch.zeros(largest.size, dtype=torch.int32, device=model.device)
         self._last_tokens = torch.zeros(largest.num_rows, dtype=torch.int64, device=model.device)
         self._drawer = Drawer(self._memory, self._last_tokens)

@@ -97,7 +97,9 @@ class ExpertShare(nn.Module):
         for name, parameter in list(experts.named_parameters(recurse=False)):
             share = nn.Parameter(_share(parameter, 0, group), requires_grad=False)
             setattr(experts, name, share)
-        num_experts: int = experts.num_experts // group.size  # type: ignore[operator, assignment]
+        self.num_all: int = experts.num_experts  # type: ignore[assignment]
+        """Experts of all ranks."""
+        num_experts = self.num_all // group.size
         experts.num_experts = num_experts  # type: ignore[assignment]
         self.experts = experts
         self.first = group.rank * num_experts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from base.errors import TransferFailedError
 from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
@@ -33,6 +35,7 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
     computed = metrics.prefill_tokens.labels("computed")
     matched = metrics.prefill_tokens.labels("matched")
     num_preemptions = num_swaps = 0
+    metrics.expert_load.values = partial(_expert_loads, engine)
 
     def on_step(plan: StepPlan, seconds: float) -> None:
         nonlocal num_preemptions, num_swaps
@@ -51,6 +54,16 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
         metrics.decode_tokens.inc(sum(entry.samples for entry in plan.entries))
 
     engine.loop.on_step(on_step)
+
+
+def _expert_loads(engine: Engine) -> dict[tuple[str, ...], float]:
+    """Return how evenly tokens went to experts, by what is compared; nothing, if there are none."""
+    load = engine.experts.load() if engine.experts is not None else None
+    if load is None:
+        return {}
+    values = {"busiest_expert": load.busiest, "busiest_rank": load.busiest_rank}
+    values |= {f"rank_{rank}": share for rank, share in enumerate(load.ranks)}
+    return {(name,): value for name, value in values.items()}
 
 
 class TransferMetrics(TransferObserver):

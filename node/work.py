@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 from base.block_hash import BlockHash
 from base.messages import (
+    ExpertLoad,
     Heartbeat,
     KvEvents,
     Lend,
@@ -142,6 +143,11 @@ class SharedState:
         stored = self._store.hashes if self._store is not None else ()
         return tuple(dict.fromkeys([*self.engine.pool.snapshot(), *stored]))
 
+    def expert_load(self) -> ExpertLoad | None:
+        """Return how evenly tokens went to experts in the last minutes; None: they go to none."""
+        experts = self.engine.experts
+        return experts.load() if experts is not None else None
+
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         if plan.entries:
             self.num_step_rows = plan.num_single
@@ -226,6 +232,7 @@ class ConductorWork:
             num_step_rows=self._state.num_step_rows if is_busy else 0,
             num_step_prompt_tokens=self._state.num_step_prompt_tokens if is_busy else 0,
             step_budget_tokens=scheduler.chunk_tokens,
+            experts=self._state.expert_load(),
         )
 
     def kv_events(self) -> KvEvents | None:

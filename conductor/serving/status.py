@@ -7,7 +7,7 @@ from typing import Any
 
 from base.clock import Clock
 from base.lifetime import Lifetime
-from base.messages import Heartbeat
+from base.messages import ExpertLoad, Heartbeat
 from base.metrics import ConductorMetrics
 from conductor.placing.cluster_view import ClusterView
 from conductor.serving.dispatch import Dispatcher
@@ -80,4 +80,16 @@ def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
             "context_tokens": heartbeat.num_context_tokens,
             "draining": heartbeat.is_draining,
         }
+    if heartbeat is not None and heartbeat.experts is not None:
+        row["experts"] = _experts(heartbeat.experts)
     return row
+
+
+def _experts(load: ExpertLoad) -> dict[str, Any]:
+    return {
+        "choices": load.num_choices,
+        "busiest": round(load.busiest, 3),
+        "busiest_of_a_layer": round(load.busiest_of_a_layer, 3),
+        "busiest_rank": round(load.busiest_rank, 3),
+        "ranks": [round(share, 3) for share in load.ranks],
+    }

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.many_pairs import added_up
+from engine.kernels.many_pairs import Tally, added_up
 from engine.kernels.paged_prefill import _chunk_of_tile
 
 MAX_PAIRS = 4096
@@ -58,6 +58,7 @@ def grouped_experts(
     experts: torch.Tensor,
     weights: torch.Tensor,
     tiles: ExpertTiles | None = None,
+    tally: Tally | None = None,
 ) -> torch.Tensor:
     """Return each token's weighted sum of what its experts make of it, [num_tokens, hidden], silu-gated.
 
@@ -87,9 +88,10 @@ def grouped_experts(
     order = torch.empty(num_pairs, dtype=torch.int32, device=rows.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=rows.device)
     cursors = torch.empty(num_experts + 1, dtype=torch.int32, device=rows.device)
+    choices, slots = tally or (starts, starts)
     _order_pairs[(1,)](
-        experts, order, starts, cursors, num_pairs, num_experts,
-        PAIRS_PAD=max(16, triton.next_power_of_2(num_pairs)),
+        experts, order, starts, cursors, choices, slots, num_pairs, num_experts, experts.shape[1],
+        IS_COUNTED=tally is not None, PAIRS_PAD=max(16, triton.next_power_of_2(num_pairs)),
         EXPERTS_PAD=triton.next_power_of_2(num_experts + 1), num_warps=8,
     )  # fmt: skip
     between = rows.new_empty((num_pairs, inner))
@@ -112,8 +114,12 @@ def _order_pairs(
     order,  # [num_pairs]
     starts,  # [num_experts + 1]
     cursors,  # [num_experts + 1]
+    choices,  # [num_experts]
+    slots,  # [num_tokens]
     num_pairs,
     num_experts,
+    num_chosen,
+    IS_COUNTED: tl.constexpr,
     PAIRS_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
 ):
@@ -130,6 +136,10 @@ def _order_pairs(
     tl.debug_barrier()
     place = tl.atomic_add(cursors + expert, 1, mask=is_pair & (expert < num_experts))
     tl.store(order + place, pairs, mask=is_pair & (expert < num_experts))
+    if IS_COUNTED:
+        is_token = tl.load(slots + pairs // num_chosen, mask=is_pair, other=-1) >= 0
+        ones = tl.full([PAIRS_PAD], 1, tl.int64)
+        tl.atomic_add(choices + expert, ones, mask=is_token & (expert < num_experts), sem="relaxed")
 
 
 @triton.jit

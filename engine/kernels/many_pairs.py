@@ -7,6 +7,8 @@ kernel reads its rows once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,22 @@ TILE = 1024
 """Numbers of a row at a time."""
 
 
-def ordered_pairs(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Tally(NamedTuple):
+    """Where the choices of tokens are counted."""
+
+    choices: torch.Tensor
+    """[num_experts] int64, contiguous; added to."""
+    slots: torch.Tensor
+    """[>= num_tokens] int32, contiguous; -1: a token that is padding and does not count."""
+
+    def of(self, rows: slice) -> Tally:
+        """Return the tally of some tokens."""
+        return Tally(self.choices, self.slots[rows])
+
+
+def ordered_pairs(
+    chosen: torch.Tensor, num_experts: int, tally: Tally | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Put pairs in the order of their experts; within one, the order does not matter.
 
     Returns the token of each place [num_pairs] int32, the place of each pair [num_pairs] int32, and the end
@@ -27,7 +44,11 @@ def ordered_pairs(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=chosen.device)
     grid = (triton.cdiv(num_pairs, TILE),)
     pad = triton.next_power_of_2(num_experts + 1)
-    _count[grid](chosen, counts, num_pairs, num_experts, TILE=TILE, EXPERTS_PAD=pad, num_warps=4)
+    choices, slots = tally or (counts, counts)
+    _count[grid](
+        chosen, counts, choices, slots, num_pairs, num_experts, chosen.shape[1],
+        IS_COUNTED=tally is not None, TILE=TILE, EXPERTS_PAD=pad, num_warps=4,
+    )  # fmt: skip
     ends = counts.cumsum(0, dtype=torch.int32)
     tokens, places = torch.empty((2, num_pairs), dtype=torch.int32, device=chosen.device)
     _place[grid](
@@ -90,8 +111,12 @@ def added_up(
 def _count(
     chosen,  # [num_pairs]
     counts,  # [num_experts + 1], zeros
+    choices,  # [num_experts]
+    slots,  # [num_tokens]
     num_pairs,
     num_experts,
+    num_chosen,
+    IS_COUNTED: tl.constexpr,
     TILE: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
 ):
@@ -101,6 +126,10 @@ def _count(
     found = tl.histogram(expert, EXPERTS_PAD, mask=is_pair)
     ids = tl.arange(0, EXPERTS_PAD)
     tl.atomic_add(counts + ids, found, mask=found > 0)
+    if IS_COUNTED:
+        is_token = tl.load(slots + pair // num_chosen, mask=is_pair, other=-1) >= 0
+        found = tl.histogram(expert, EXPERTS_PAD, mask=is_token)
+        tl.atomic_add(choices + ids, found.to(tl.int64), mask=(found > 0) & (ids < num_experts))
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def test_every_metric_has_a_unit_and_a_help_text():
     registry = process_registry()
     ConductorMetrics(registry, "tiny")
     NodeMetrics(registry)
-    ours = ("conductor_", "prefill_", "decode_", "transfer_", "kvstore_")
+    ours = ("conductor_", "prefill_", "decode_", "transfer_", "kvstore_", "expert_")
     units = ("_seconds", "_bytes", "_ratio", "_bytes_per_second", "_info")
     counted = ("_tokens", "_blocks", "_sequences", "_preemptions", "_rejections", "_misses", "_failures")
     for family in text_string_to_metric_families(exposition(registry).decode()):

@@ -11,6 +11,7 @@ from base.errors import ProtocolError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.messages import (
+    ExpertLoad,
     Failed,
     Heartbeat,
     KvEvents,
@@ -115,6 +116,12 @@ RANKS = st.lists(st.builds(RankGrant, PEERS, PART, GRANTS), max_size=2).map(tupl
 TOPS = st.none() | st.integers(0, 20)
 SCORED = st.none() | st.just(PromptLogprobs(bytes(8), bytes(16), bytes(16)))
 TIMES = st.builds(PrefillTimes, *[REALS] * 6, U32)
+LOADS = st.none() | st.builds(
+    ExpertLoad,
+    U64,
+    *[st.floats(0, allow_infinity=False)] * 3,
+    st.lists(st.floats(0, allow_infinity=False), min_size=1, max_size=4).map(tuple),
+)
 NONE, NO_RANKS = st.none(), st.just(())
 VECTORS = st.binary(min_size=1, max_size=4).map(lambda number: number * 4)
 
@@ -161,7 +168,9 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
         st.builds(Failed, st.text(), st.text(), st.text()),
     ),
-    st.builds(Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans(), ROLES, U64, U64, U32, U32, U32),
+    st.builds(
+        Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans(), ROLES, U64, U64, U32, U32, U32, LOADS
+    ),
     st.builds(KvEvents, U64, st.booleans(), st.lists(HASHES).map(tuple), st.lists(HASHES).map(tuple)),
 )
 def test_a_message_from_a_node_arrives_as_it_was_sent(item, heartbeat, events):
@@ -242,6 +251,9 @@ def test_what_a_node_cannot_say_is_refused_by_field():
     for error in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ProtocolError, match=r"register\.weights_error"):
             register_from(pb.NodeMessage(register=pb.Register(node_id="n", weights_error=error)))
+    for load in (pb.ExpertLoad(busiest=float("nan"), ranks=[1.0]), pb.ExpertLoad(busiest=1.0)):
+        with pytest.raises(ProtocolError, match=r"heartbeat\.experts"):
+            heartbeat_from(pb.NodeMessage(heartbeat=pb.Heartbeat(experts=load)))
     times = pb.PrefillTimes(queue_s=float("nan"))
     with pytest.raises(ProtocolError, match=r"prefilled\.times: finite"):
         from_node_from(pb.NodeMessage(prefilled=[pb.Prefilled(times=times)]))

@@ -40,6 +40,13 @@ STATUS = {
             "running": 1,
             "waiting": 0,
             "draining": True,
+            "experts": {
+                "choices": 800,
+                "busiest": 1.5,
+                "busiest_of_a_layer": 2.25,
+                "busiest_rank": 1.25,
+                "ranks": [1.125, 0.875],
+            },
         },
         {
             "id": "new",

@@ -71,10 +71,14 @@ def test_status_shows_each_node_in_a_line(address, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["status", "--address", address])
     assert caught.value.code == 0
-    head, first, second, totals = capsys.readouterr().out.splitlines()
+    head, first, second, experts, totals = capsys.readouterr().out.splitlines()
     assert " ".join(first.split()) == "decode-0 h decode int8 37 3 40 1 0 shm+tcp draining"
     assert second.split() == ["new", "h", "prefill+decode", "float32", "4"]
     assert len(head.rstrip()) < 80
+    assert experts == (
+        "experts of decode-0, times their share: busiest 1.50, in the least even layer 2.25, "
+        "busiest rank 1.25, ranks 1.12 0.88"
+    )
     assert totals == "ready: True, supervised: True, running requests: 0, bytes of KV a token: 23,040"
 
 

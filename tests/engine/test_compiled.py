@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.expert_load import expert_counts
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.model import PagedModel
@@ -22,12 +23,15 @@ KINDS = {
     "latents": ("deepseek_v3", False),
     "complex rotations": ("deepseek_v2", False),
     "experts": ("mixtral", False),
+    "experts counted beside their product": ("mixtral", False),
 }
 
 
 def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a chunk and a token through a compiled model, and return how many graphs that took."""
     monkeypatch.setitem(SMALL, "num_hidden_layers", num_layers)
+    if "beside" in kind:
+        monkeypatch.setattr("engine.gpu_experts.is_plain", lambda _: False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     family, is_scaled = KINDS[kind]
@@ -35,7 +39,9 @@ def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> in
     shape = PagedModel(model).shape
     layout = replace(shape, block_size=BLOCK_SIZE)
     layout = scaled_layout(layout) if is_scaled else layout
-    gpu_model = GpuModel(model, PagedCache(layout, 32, torch.device("cpu")))
+    counts = expert_counts(model)
+    gpu_model = GpuModel(model, PagedCache(layout, 32, torch.device("cpu")), counts=counts)
+    gpu_model.take_steps(32)
     sequence = make_sequence("a", range(20))
     for entries, step in (
         ([entry(sequence, 0, 19, 0)], StepShape(32, 0, 2, 8)),
@@ -44,6 +50,10 @@ def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> in
         plan = StepPlan(tuple(entries), sum(item.num_tokens == 1 for item in entries))
         memory = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, step, {})
         gpu_model.forward(memory, step, step_header(step), NO_TOKENS)
+    if counts is not None:
+        *num_choices, last = counts.copied().sum(1).tolist()
+        assert set(num_choices) == {2 * 20}
+        assert last in (0, 2 * 20), "a last layer that is cut is not counted"
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

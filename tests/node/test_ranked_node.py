@@ -2,6 +2,8 @@
 
 import pytest
 
+from base.metrics import NodeMetrics, exposition, process_registry
+from node.metrics import observe
 from tests.engine.test_gpu_model import make_family
 from tests.node.ranked_node import BLOCK_SIZE, asked_node
 
@@ -48,3 +50,21 @@ async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(
         for each in (node, alone):
             await each.forget()
             each.check_nothing_is_held()
+
+
+async def test_rank_0_knows_how_evenly_the_tokens_of_all_ranks_go_to_experts(tmp_path):
+    make_family("mixtral").save_pretrained(tmp_path)
+    async with asked_node(tmp_path, 1, 1, "alone") as alone, asked_node(tmp_path, 2, 1) as node:
+        assert await node.answer(PROMPT) == await alone.answer(PROMPT)
+        whole, shared = alone.engine.experts.load(), node.engine.experts.load()
+        registry = process_registry()
+        observe(NodeMetrics(registry), node.engine)
+        shown = exposition(registry).decode()
+    num_tokens = len(PROMPT) + 5  # the last of six is not read
+    assert whole.num_choices == shared.num_choices == 2 * num_tokens
+    assert (whole.busiest, whole.busiest_of_a_layer) == (shared.busiest, shared.busiest_of_a_layer)
+    assert (whole.busiest_rank, whole.ranks) == (1.0, (1.0,))
+    assert f'expert_load_ratio{{of="rank_1"}} {shared.ranks[1]}' in shown
+    assert f'expert_load_ratio{{of="busiest_rank"}} {shared.busiest_rank}' in shown
+    assert sum(shared.ranks) == pytest.approx(2.0)
+    assert shared.busiest >= shared.busiest_rank >= max(shared.ranks) > 1

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base.grants import PeerDescriptor
-from base.messages import Prefill, Serve
+from base.messages import ExpertLoad, Prefill, Serve
 from base.request import Role
 from node.work import ConductorWork, Control, KvNews, SharedState
 from prefill_node.role import PrefillRole
@@ -96,7 +96,9 @@ def test_every_listener_ends_up_with_what_is_there(steps):
 async def test_a_heartbeat_says_what_the_last_step_was_made_of():
     async with parts(node=PrefillRole) as made:
         part = made["node"]
-        state = SharedState(SimpleNamespace(loop=part.loop, pool=part.pool), BOTH, None)
+        load = ExpertLoad(8, 2.0, 2.0, 1.0, (1.0,))
+        experts = SimpleNamespace(load=lambda: load)
+        state = SharedState(SimpleNamespace(loop=part.loop, pool=part.pool, experts=experts), BOTH, None)
         other = SimpleNamespace(tasks=part.role.tasks)
         told = ConductorWork(state, lambda: None, part.role, other, other)
         beats = []
@@ -109,3 +111,4 @@ async def test_a_heartbeat_says_what_the_last_step_was_made_of():
     assert steps[:5] == [(0, 16), (0, 16), (0, 8), (1, 0), (1, 0)], "chunks of 16, then a row a step"
     assert {beat.step_budget_tokens for beat in beats} == {16}
     assert (last.num_step_rows, last.num_step_prompt_tokens) == (0, 0), "nothing runs any more"
+    assert last.experts is load

@@ -1,4 +1,4 @@
-"""`python -m tests.engine.kernels.compile_products`: compile the products by few bits for an H100.
+"""`python -m tests.engine.kernels.compile_products`: compile, for an H100, what tests interpret.
 
 Triton's interpreter runs what its compiler refuses, such as a name of two types.
 """
@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 torch.cuda.is_available = lambda: True  # kernels are as they are on a GPU
 
-from engine.kernels import nibble_product, quantized_product  # noqa: E402 after the line above
+from engine.kernels import grouped_experts, many_pairs, nibble_product, quantized_product  # noqa: E402 after the line above
 
 TARGET = GPUTarget("cuda", 90, 32)
 SIZES = dict.fromkeys(("num_rows", "out_features", "in_features", "num_groups"), "i32")
@@ -25,7 +25,23 @@ def compile_kernel(kernel: Any, arguments: dict[str, str], **constants: int) -> 
     triton.compile(source, target=TARGET, options={"num_warps": 4, "num_stages": 3})
 
 
+def compile_order(is_counted: int) -> None:
+    tally = {"choices": "*i64" if is_counted else "*i32", "slots": "*i32"}
+    sizes = dict.fromkeys(("num_pairs", "num_experts", "num_chosen"), "i32")
+    places = dict.fromkeys(("order", "starts", "cursors"), "*i32")
+    compile_kernel(
+        grouped_experts._order_pairs, {"experts": "*i64"} | places | tally | sizes,
+        IS_COUNTED=is_counted, PAIRS_PAD=2048, EXPERTS_PAD=256,
+    )  # fmt: skip
+    compile_kernel(
+        many_pairs._count, {"chosen": "*i64", "counts": "*i32"} | tally | sizes,
+        IS_COUNTED=is_counted, TILE=1024, EXPERTS_PAD=256,
+    )  # fmt: skip
+
+
 def main() -> None:
+    for is_counted in (0, 1):
+        compile_order(is_counted)
     for parts in (1, 8):
         for levels, group, has_zeros in (("*fp8e4nv", 0, 0), ("*i8", 64, 1)):
             weight = {"rows": "*bf16", "levels": levels, "scales": "*fp32", "zeros": "*fp32"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from engine.kernels.many_pairs import added_up, gated, ordered_pairs
+from engine.kernels.many_pairs import Tally, added_up, gated, ordered_pairs
 from tests.engine.kernels.paged import DEVICE, relative_error
 
 
@@ -24,7 +24,11 @@ def test_a_tokens_pairs_are_found_weighted_and_added_and_those_of_other_ranks_ar
     num_tokens, num_chosen, num_experts, hidden = 900, 3, 4, 1100
     chosen = torch.randint(0, num_experts + 2, (num_tokens, num_chosen), generator=generator).to(DEVICE)
     weights = torch.rand(num_tokens, num_chosen, generator=generator).to(DEVICE)
-    tokens, places, ends = ordered_pairs(chosen, num_experts)
+    slots = torch.randint(-1, 3, (num_tokens,), generator=generator, dtype=torch.int32).to(DEVICE)
+    choices = torch.full((num_experts,), 7, dtype=torch.int64, device=DEVICE)
+    tokens, places, ends = ordered_pairs(chosen, num_experts, Tally(choices, slots))
+    counted = chosen[slots >= 0].flatten().bincount(minlength=num_experts + 2)[:num_experts]
+    assert torch.equal(choices, 7 + counted)
     assert sorted(places.tolist()) == list(range(num_tokens * num_chosen))
     assert tokens[places].tolist() == [token for token in range(num_tokens) for _ in range(num_chosen)]
     assert ends.tolist() == [(chosen <= expert).sum().item() for expert in range(num_experts)]
