@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 
 from base.request import Slo
-from conductor.placing.admission import TBT_HEADROOM, decode_tbt_s, displaced_s
+from conductor.placing.admission import decode_tbt_s, displaced_s, step_limit_s
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Decision, view_of
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
@@ -32,11 +32,14 @@ class Admissible(NamedTuple):
     tbt_s: float
 
 
-def limits_of(slo: Slo, settings: SchedulerSettings, is_promised: bool = False) -> Admissible:
-    """Return what admission lets predictions be under some bounds."""
+def limits_of(
+    slo: Slo, settings: SchedulerSettings, cost: CostModel, is_promised: bool = False, ratio: float = 1.0
+) -> Admissible:
+    """Return what admission lets predictions be under some bounds; `ratio` as for `step_limit_s`."""
     if settings.reject is RejectPolicy.NONE:
         return Admissible(inf, inf)
-    tbt_s = inf if settings.reject is RejectPolicy.LATE else slo.tbt_slo_s * TBT_HEADROOM
+    is_bound = slo.tbt_slo_s < inf and settings.reject is not RejectPolicy.LATE
+    tbt_s = step_limit_s(slo.tbt_slo_s, cost, ratio) if is_bound else inf
     return Admissible(slo.ttft_slo_s * (1.0 if is_promised else settings.ttft_headroom), tbt_s)
 
 
@@ -48,7 +51,7 @@ def lacking(
     settings: SchedulerSettings,
 ) -> str:
     """Return which of `LACKS` it was. `computing_s`: of the prompt, on a node that does nothing else."""
-    limits = limits_of(asked.slo, settings, asked.is_promised)
+    limits = limits_of(asked.slo, settings, cost, asked.is_promised)
     match reason:
         case RejectReason.TTFT:
             return "speed" if computing_s > limits.ttft_s else "prefill"
@@ -89,7 +92,8 @@ def judged(made: Decision, instead: Placement, cost: CostModel, settings: Schedu
     """Return what was judged of a rejection: `instead` is the placement that it refused."""
     asked, view = made.asked, view_of(made, cost)
     view.settle(made.decided_at_s)
-    limits = limits_of(asked.slo, settings, asked.is_promised)
+    ratio = view.corrections.ratio(instead.decode_node, "decode")
+    limits = limits_of(asked.slo, settings, cost, asked.is_promised, ratio)
     added_s = displaced_s(asked, instead, view, cost) if settings.reject is RejectPolicy.PREDICT else 0.0
     tbt_s = instead.predicted_tbt_s
     if asked.max_tokens:

@@ -58,7 +58,7 @@ class Budgets:
 
     def __init__(self, slo: SloConfig, cost: CostModel, settings: SchedulerSettings) -> None:
         asked = Slo(slo.ttft_s or inf, slo.tbt_s or inf)
-        self._ttft_s, self._step_s = limits_of(asked, settings)
+        self._ttft_s, self._step_s = limits_of(asked, settings, cost)
         self._cost, self._settings = cost, settings
         self._least_s = cost.decode_step_s(1, 0)
         if self._step_s <= self._least_s:

@@ -2,6 +2,7 @@
 
 from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
+from conductor.placing.admission import TBT_HEADROOM
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
@@ -44,6 +45,12 @@ def make_request(
 ) -> PlacementRequest:
     chain = range(first_block, first_block + blocks)
     return PlacementRequest(RequestId(request_id), chain, blocks * BLOCK_SIZE, max_tokens, slo or Slo())
+
+
+def tbt_slo_for(step_s: float, cost: CostModel) -> float:
+    """Return the bound on TBT under which a step may be predicted to take `step_s`."""
+    empty_s = cost.decode_step_s(0, 0)
+    return empty_s + (step_s - empty_s) / TBT_HEADROOM
 
 
 def require_placement(result: Placement | Rejection) -> Placement:

@@ -12,6 +12,7 @@ from conductor.placing.admission import (
     decode_tbt_s,
     displaced_s,
     refusal,
+    step_limit_s,
 )
 from conductor.placing.placement import RejectReason
 from conductor.placing.room_price import MOST, REMEMBERED, RISE
@@ -24,6 +25,7 @@ from tests.conductor.builders import (
     make_request,
     make_view,
     require_placement,
+    tbt_slo_for,
 )
 
 COST = make_cost()
@@ -32,13 +34,15 @@ PREDICTING = SchedulerSettings(reject=PREDICT)
 
 
 class Steps:
-    """A cost model in which a step takes what it is told, and by which it is asked once."""
+    """A cost model in which a step takes what it is told, one of nobody nothing; it is asked once."""
 
     def __init__(self, step_s):
         self._step_s = step_s
         self.asked = []
 
     def decode_step_s(self, sequences, context_tokens):
+        if not sequences:
+            return 0.0
         self.asked.append((sequences, context_tokens))
         return self._step_s
 
@@ -102,6 +106,14 @@ def view_with_one():
     return view
 
 
+def test_of_a_step_that_nobody_shortens_no_share_is_kept_free():
+    empty_s = COST.decode_step_s(0, 0)
+    assert step_limit_s(2 * empty_s, COST) == pytest.approx((1 + TBT_HEADROOM) * empty_s)
+    assert step_limit_s(6 * empty_s, COST, ratio=2.0) == pytest.approx((2 + TBT_HEADROOM * 4) * empty_s)
+    assert step_limit_s(0.5 * empty_s, COST) == 0.5 * empty_s, "shorter than any step"
+    assert step_limit_s(inf, COST) == inf
+
+
 def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_all_are_taken():
     view = view_with_one()
     long, short = (make_request(blocks=blocks) for blocks in (200, 20))
@@ -115,7 +127,7 @@ def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_
     assert pressed[0] == pytest.approx((MOST - 1) * own_s)
     assert pressed[0] > pressed[1] > 0.0
     # a bound that the long one keeps alone, and not as one that displaces others
-    slo = Slo(tbt_slo_s=(COST.decode_step_s(1, long.num_tokens) + own_s) / TBT_HEADROOM)
+    slo = Slo(tbt_slo_s=tbt_slo_for(COST.decode_step_s(1, long.num_tokens) + own_s, COST))
     asked = long._replace(slo=slo)
     assert refusal(asked, shown[long.num_tokens], make_view(1, 1), COST, PREDICTING, 0.0) is None
     reason, _, has_room = refusal(asked, shown[long.num_tokens], view, COST, PREDICTING, 0.0)
@@ -128,7 +140,7 @@ def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_
 
 def test_an_idle_pool_takes_whom_it_can_serve_whatever_room_cost_a_moment_ago():
     request = make_request(blocks=200)
-    slo = Slo(tbt_slo_s=1.001 * COST.decode_step_s(1, request.num_tokens) / TBT_HEADROOM)
+    slo = Slo(tbt_slo_s=tbt_slo_for(1.001 * COST.decode_step_s(1, request.num_tokens), COST))
     view = view_with_one()
     for _ in range(200):
         view.rejected(RejectReason.TBT)
@@ -215,7 +227,7 @@ def test_a_prefill_node_that_decodes_a_little_is_no_room_on_the_node_that_was_ch
     view.placed(lent, placed(view, lent)._replace(prefill_node=NodeId("p0"), decode_node=NodeId("p0")), 0.0)
     view.prefill_done(lent.request_id, 0.0)
     assert view.lent_mask
-    bound = Slo(tbt_slo_s=COST.decode_step_s(7, view.running_context_tokens) / TBT_HEADROOM)
+    bound = Slo(tbt_slo_s=tbt_slo_for(COST.decode_step_s(7, view.running_context_tokens), COST))
     asked = request._replace(slo=bound)
     assert not admit_to_decode(view.node(NodeId("d0")), COST, request.num_tokens, bound, policy)
     reason, *_ = refusal(asked, placement, view, COST, SchedulerSettings(reject=policy), 0.0)

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from base.request import Slo
-from conductor.placing.admission import TBT_HEADROOM
 from conductor.placing.decisions import decision
 from conductor.placing.placement import Rejection, RejectReason
 from conductor.placing.refused import judged, lacking, would_be
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.placing.waterfall import waterfall
-from tests.conductor.builders import make_cost, make_request, make_view, require_placement
+from tests.conductor.builders import make_cost, make_request, make_view, require_placement, tbt_slo_for
 
 COST = make_cost()
 SETTINGS = SchedulerSettings(ttft_headroom=0.85)
@@ -54,10 +53,10 @@ def test_a_prompt_that_an_idle_node_could_not_compute_in_time_lacks_speed():
 
 
 def test_a_step_that_is_too_long_with_others_lacks_a_decode_node_and_alone_speed():
-    alone_s = COST.decode_step_s(1, 5_120) / TBT_HEADROOM
-    told, _ = explained(decided(Slo(tbt_slo_s=1.001 * alone_s), queued=3))
+    alone_s = COST.decode_step_s(1, 5_120)
+    told, _ = explained(decided(Slo(tbt_slo_s=tbt_slo_for(1.001 * alone_s, COST)), queued=3))
     assert told.lacks == "decode"
-    assert told.tbt_s > told.tbt_limit_s == pytest.approx(1.001 * alone_s * TBT_HEADROOM)
+    assert told.tbt_s > told.tbt_limit_s == pytest.approx(1.001 * alone_s)
     assert explained(decided(Slo(tbt_slo_s=0.9 * alone_s)))[0].lacks == "speed"
 
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from base.request import NodeId, RequestId, Role, Slo
-from conductor.placing.admission import TBT_HEADROOM
 from conductor.placing.placement import Rejection, RejectReason
 from conductor.placing.scheduler import Turn, matched_tokens, place, turn_of
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, RejectPolicy, SchedulerSettings
@@ -19,6 +18,7 @@ from tests.conductor.builders import (
     make_request,
     make_view,
     require_placement,
+    tbt_slo_for,
 )
 
 COST = make_cost()
@@ -290,7 +290,7 @@ def test_early_rejection_tests_the_pool_and_not_the_node_that_was_chosen() -> No
     node_s = COST.decode_step_s(crowded.running_sequences + 1, 2 * mean + request.num_tokens)
     pool_s = COST.decode_step_s(crowded.running_sequences / 2 + 1, mean + request.num_tokens)
     early = SchedulerSettings(reject=RejectPolicy.EARLY)
-    between = Slo(tbt_slo_s=(node_s + pool_s) / 2 / TBT_HEADROOM)
+    between = Slo(tbt_slo_s=tbt_slo_for((node_s + pool_s) / 2, COST))
     placement = require_placement(place(make_request(slo=between), view, COST, 0.0, early))
     assert placement.decode_node == "d0"
     assert isinstance(place(make_request(slo=Slo(tbt_slo_s=pool_s)), view, COST, 0.0, early), Rejection)

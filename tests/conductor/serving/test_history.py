@@ -12,7 +12,7 @@ import pytest
 from base.config import SloConfig
 from base.messages import Prefilled, PrefillTimes
 from base.request import Role, SampledToken, Slo
-from conductor.placing.admission import TBT_HEADROOM
+from conductor.placing.admission import step_limit_s
 from conductor.placing.decisions import Actual, decision
 from conductor.placing.explain import Decisions
 from conductor.placing.placement import Rejection, RejectReason
@@ -417,7 +417,7 @@ async def test_what_a_node_may_use_up_leaves_a_prompt_the_time_to_be_computed():
         bounded.computed(1.0)
     limits = bounded.limits
     assert limits.queue_s == pytest.approx(0.2 * 0.085), "however long prompts take"
-    assert (limits.step_least_s, limits.step_s) == (COST.decode_step_s(1, 0), 0.08 * TBT_HEADROOM)
+    assert (limits.step_least_s, limits.step_s) == (COST.decode_step_s(1, 0), step_limit_s(0.08, COST))
     middle_s = (limits.step_least_s + limits.step_s) / 2
     assert limits.shares((math.nan, middle_s, 0.3))[1:] == [pytest.approx(0.5), 0.3]
     assert limits.shares((0.0, 0.0, 0.3))[:2] == [0.0, 0.0], "a step faster than the profile's is none"
