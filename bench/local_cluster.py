@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -72,11 +72,14 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(config: ClusterConfig, model: LocalModel, folder: Path) -> Iterator[LocalCluster]:
+def local_cluster(
+    config: ClusterConfig, model: LocalModel, folder: Path, modules: Mapping[str, str] | None = None
+) -> Iterator[LocalCluster]:
     """Run a cluster in the body; nothing of it is left when the body is left.
 
     Args:
         folder: For configuration files and logs.
+        modules: What to run instead of `conductor` or `node.process`, by the name of a process.
 
     Raises:
         RuntimeError: a process did not become ready; the message holds its log's end.
@@ -87,7 +90,7 @@ def local_cluster(config: ClusterConfig, model: LocalModel, folder: Path) -> Ite
         def start(name: str, module: str, process: Any, environment: dict[str, str]) -> Supervisor:
             spec = ProcessSpec(
                 name=name,
-                command=(sys.executable, "-m", module),
+                command=(sys.executable, "-m", (modules or {}).get(name, module)),
                 config=dataclasses.asdict(process),
                 environment=environment,
                 folder=str(folder),

@@ -48,3 +48,11 @@ def test_nodes_take_only_what_their_cluster_was_shown(tmp_path, monkeypatch):
         monkeypatch.setenv(SHOWN, too_few)
         with pytest.raises(ConfigError, match=SHOWN):
             gpus_of_nodes(tmp_path)
+
+
+def test_a_node_is_run_by_another_module_where_a_bench_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv(SHOWN, "0,1,2")
+    model, modules = LocalModel("model", "id", "name"), {"prefill-0": "bench.paced_node"}
+    with local.local_cluster(TWO_NODES, model, tmp_path, modules) as cluster:
+        run = {name: process.spec.command[-1] for name, process in cluster.processes.items()}
+    assert run == {"conductor": "conductor", "prefill-0": "bench.paced_node", "decode-0": "node.process"}
