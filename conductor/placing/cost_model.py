@@ -169,6 +169,8 @@ class _Learned:
         return predicted_s * self.ratio * math.exp(self.trend * off_size)
 
     def approach(self, log_ratio: float) -> None:
+        """Believe half of what is off from `log_ratio`; what is measured next counts for the other half."""
+        self.number = 1
         self.log_ratio = (self.log_ratio + log_ratio) / 2
         self.ratio = math.exp(self.log_ratio)
 

@@ -164,3 +164,15 @@ def test_added_seconds_are_learned_and_one_stall_is_not_believed() -> None:
     assert corrections.added_s("n") < 0.01
     corrections.forget("n")
     assert corrections.added_s("n") == 0.0
+
+
+def test_what_was_doubted_is_believed_again_after_a_few_measurements() -> None:
+    corrections = Corrections()
+    for _ in range(50):
+        corrections.observe("slow", "prefill", 1.0, 3.0)
+        corrections.observe("other", "prefill", 1.0, 1.0)
+    corrections.doubt("slow", "other", "prefill")
+    assert corrections.ratio("slow", "prefill") == pytest.approx(3.0**0.5)
+    for _ in range(3):
+        corrections.observe("slow", "prefill", 1.0, 3.0)
+    assert corrections.ratio("slow", "prefill") == pytest.approx(3.0**0.875)
