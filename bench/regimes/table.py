@@ -147,8 +147,9 @@ def _agents(rate: float, is_closed: bool, **changes: float) -> MakeTrace:
     return lambda requests, seed: agents(kind, requests, rate, seed, is_closed)
 
 
-def _mix(kind: MixKind, rate: float) -> MakeTrace:
-    return lambda requests, seed: mix(kind, requests, rate, seed)
+def _mix(kind: MixKind, rate: float, times: int = 1) -> MakeTrace:
+    """Return what makes so many times the requests of other regimes: hundreds a second would end too soon."""
+    return lambda requests, seed: mix(kind, times * requests, rate, seed)
 
 
 def regimes(traces: Path) -> list[Regime]:
@@ -240,10 +241,10 @@ def _generated_rows() -> list[Regime]:
             "batch, 8P8D, 0.5 M tokens a node", _generated("synthetic", 4.2), (8, 8), cache_tokens=500_000
         ),
         Regime("batch, 8P8D, bursts", _generated("synthetic", 4.0, 0.15), (8, 8)),
-        Regime("short prompts, 2P3D", _mix(chat, 700.0), (2, 3), H200, QUICK),
+        Regime("short prompts, 2P3D", _mix(chat, 530.0, times=4), (2, 3), H200, QUICK),
         Regime(
             "short prompts, 2P3D, bursts",
-            _mix(dataclasses.replace(chat, burstiness=0.1), 600.0),
+            _mix(dataclasses.replace(chat, burstiness=0.1), 500.0, times=4),
             (2, 3),
             H200,
             QUICK,
