@@ -8,6 +8,8 @@ tightest bound allows, the decoding takes its part, and the prompt has the rest 
 
 A prompt is computed there if its first token is predicted sooner than by way of a prefill node and a
 hand-off: where prefill nodes have a queue, or where the node has most of the prompt from the last turn.
+Whoever is first of a line sees a short queue always, because the line is before the nodes. So a prefill
+node's seconds count for those who wait behind as well, each of whom they delay by its share of the nodes.
 
 Considered are the node that was chosen to decode and the least loaded of those that hold most of the prompt.
 Pure, as `scheduler.place` is, which asks it.
@@ -44,7 +46,8 @@ def inline_placement(
     """Return a placement on a decode node alone, if that is better than `other`; else `other`."""
     if other.prefill_node == other.decode_node:
         return other
-    best, least_s = other, other.predicted_ttft_s + copied_s(request, other, groups, view)
+    best = other
+    least_s = other.predicted_ttft_s + copied_s(request, other, groups, view) + _delayed_s(other, view)
     dear = TAKEN * view.room_price.price
     for node, depth in _candidates(other, groups, view, request.avoid):
         beside = beside_decoding(request, node, depth, view, cost)
@@ -58,6 +61,12 @@ def inline_placement(
         if cost_s < least_s:
             best, least_s = found, cost_s
     return best
+
+
+def _delayed_s(other: Placement, view: ClusterView) -> float:
+    """Return the seconds by which a prompt on a prefill node delays all who wait behind it."""
+    num_behind = max(0, view.num_waiting - 1)  # whoever is tried is the first of them
+    return other.prefill_s * other.prompt_share * num_behind / max(1, view.prefill_mask.bit_count())
 
 
 def _candidates(

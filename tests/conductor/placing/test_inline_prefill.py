@@ -36,6 +36,14 @@ def placed(view, request, settings=INLINE):
     return require_placement(place(request, view, COST, 0.0, settings))
 
 
+def line_that_goes_beside(view, request):
+    """Return the number of those who wait from which a decode node computes the request."""
+    for view.num_waiting in range(400):
+        if placed(view, request).is_inline:
+            return view.num_waiting
+    return 400
+
+
 def test_a_short_prompt_on_an_idle_decode_node_is_computed_there():
     view = make_view(1, 1)
     view.prefill_order.set(0, 5.0)
@@ -64,6 +72,19 @@ def test_a_long_prompt_is_computed_where_it_decodes_if_prefill_nodes_have_a_queu
     assert after.is_inline
     assert after.prefill_s > before.prefill_s
     assert after.predicted_ttft_s < 60.0
+
+
+def test_who_waits_behind_counts_for_each_second_of_a_prefill_node():
+    view, long = make_view(2, 1), make_request(blocks=40)
+    decoding(view, 6, 0.05)
+    alone = placed(view, long)
+    view.num_waiting = 1  # the request itself, the first of the line
+    assert placed(view, long) == alone
+    assert not alone.is_inline
+    # with twice as many prefill nodes each of them loses half as much
+    wider = make_view(4, 1)
+    decoding(wider, 6, 0.05)
+    assert 2 < line_that_goes_beside(view, long) < line_that_goes_beside(wider, long) < 400
 
 
 def test_no_prompt_makes_steps_longer_in_a_pool_that_refuses_for_want_of_room():
