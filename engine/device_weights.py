@@ -6,7 +6,6 @@ and moves that alone, and a model may be larger than one device.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -18,17 +17,12 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from base.errors import ConfigError
-from base.logs import event
+from engine.load_progress import LoadProgress
 from engine.pipeline import layers_of
 from engine.quantized_linear import QuantizedLinear
 
-log = logging.getLogger(__name__)
-
 COPIES = 8
 """Modules that are copied at once: each copy from a file waits for its pages."""
-
-SHOWN_BYTES = 1 << 30
-"""Progress is in the log after each such part, of what is no less."""
 
 
 def move_to(module: nn.Module, device: torch.device) -> None:
@@ -36,16 +30,12 @@ def move_to(module: nn.Module, device: torch.device) -> None:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())  # threads have their own
     parts = {each: size for each in module.modules() if (size := _bytes_elsewhere(each, device))}
-    whole = sum(parts.values())
-    moved = shown = 0
+    progress = LoadProgress("weights move", sum(parts.values()))
     with ThreadPoolExecutor(COPIES, "weights") as pool:
         moves = {pool.submit(_move, part, device): size for part, size in parts.items()}
         for move in as_completed(moves):
             move.result()
-            moved += moves[move]
-            if moved - shown >= SHOWN_BYTES or (shown and moved == whole):
-                shown = moved
-                event(log, "weights move", gigabytes=round(moved / 1e9, 1), of=round(whole / 1e9, 1))
+            progress.add(moves[move])
 
 
 @contextmanager

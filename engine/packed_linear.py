@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from engine.shared_product import SHARED_INPUTS, share_product
+from engine.load_progress import LoadProgress
+from engine.shared_product import layers_by_input, share_product
 
 MIN_WEIGHTS = 1 << 18
 """Smaller layers lose more by the call, some 40 us, than they win."""
@@ -57,17 +58,14 @@ def pack_linears(model: nn.Module) -> None:
     """Replace the large linear layers of a finished float32 model on a CPU, in place."""
     if not torch._C._has_mkldnn:
         return
-    for parent in list(model.modules()):
-        for names in SHARED_INPUTS:
-            parts = [parent._modules.get(name) for name in names]
-            # Exactly nn.Linear: a subclass may compute something else.
-            layers = [part for part in parts if type(part) is nn.Linear]
-            if len(layers) == len(names) and _are_alike(layers):
-                share_product(parent, names, _stacked(layers), [layer.out_features for layer in layers])
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.numel() >= MIN_WEIGHTS:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+    sizes = [4 * each.weight.numel() for each in model.modules() if type(each) is nn.Linear]
+    progress = LoadProgress("weights are laid out", sum(sizes))
+    for parent, names, layers in layers_by_input(model, nn.Linear, _are_alike):
+        if len(layers) > 1:
+            share_product(parent, names, _stacked(layers), [layer.out_features for layer in layers])
+        elif layers[0].weight.numel() >= MIN_WEIGHTS:
+            setattr(parent, names[0], PackedLinear(layers[0].weight, layers[0].bias))
+        progress.add(sum(4 * layer.weight.numel() for layer in layers))
 
 
 def _are_alike(layers: list[nn.Linear]) -> bool:

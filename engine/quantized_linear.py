@@ -23,8 +23,9 @@ from torch.nn.functional import linear
 
 from base.errors import ConfigError
 from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
+from engine.load_progress import LoadProgress
 from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
-from engine.shared_product import SHARED_INPUTS, share_product
+from engine.shared_product import SHARED_INPUTS, layers_by_input, share_product
 
 HEAD_FORMATS = {WeightFormat.INT8: WeightFormat.INT8, WeightFormat.INT4: WeightFormat.INT8}
 """Format of the output head; without one, floats."""
@@ -135,17 +136,19 @@ def _require_linears_alone(model: nn.Module) -> None:
 
 def use_cpu_products(model: nn.Module) -> None:
     """Replace every `QuantizedLinear` of a finished model by what computes it on this processor, in place."""
-    for parent in list(model.modules()):
-        for names in SHARED_INPUTS:
-            parts = [parent._modules.get(name) for name in names]
-            layers = [part for part in parts if type(part) is QuantizedLinear]
-            if len(layers) == len(names) and are_alike([layer.quantized for layer in layers]):
-                product = _cpu_product(stacked_layer(layers))
-                share_product(parent, names, product, [layer.out_features for layer in layers])
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is QuantizedLinear:
-                setattr(parent, name, _cpu_product(child))
+    sizes = [each.quantized.num_bytes for each in model.modules() if type(each) is QuantizedLinear]
+    progress = LoadProgress("levels are laid out", sum(sizes))
+    for parent, names, layers in layers_by_input(model, QuantizedLinear, _are_alike):
+        if len(layers) > 1:
+            product = _cpu_product(stacked_layer(layers))
+            share_product(parent, names, product, [layer.out_features for layer in layers])
+        else:
+            setattr(parent, names[0], _cpu_product(layers[0]))
+        progress.add(sum(layer.quantized.num_bytes for layer in layers))
+
+
+def _are_alike(layers: list[QuantizedLinear]) -> bool:
+    return are_alike([layer.quantized for layer in layers])
 
 
 def stacked_layer(layers: list[QuantizedLinear]) -> QuantizedLinear:

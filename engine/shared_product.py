@@ -8,12 +8,46 @@ product, and each takes its columns.
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that the families of transformers give to projections of one input."""
+
+
+L = TypeVar("L", bound=nn.Module)
+
+
+class LayersOfInput(NamedTuple, Generic[L]):
+    """Layers of a model that one product can compute, or a lone one."""
+
+    parent: nn.Module
+    names: tuple[str, ...]
+    """Names of the layers in the parent."""
+    layers: list[L]
+
+
+def layers_by_input(
+    model: nn.Module, kind: type[L], are_alike: Callable[[list[L]], bool]
+) -> Iterator[LayersOfInput[L]]:
+    """Yield the layers of a model that are of exactly one kind; those of one input together, if alike.
+
+    Each may be replaced once it is yielded, and is let go of."""
+    found: deque[LayersOfInput[L]] = deque()
+    for parent in model.modules():
+        # Exactly: a subclass may compute something else.
+        children = {name: child for name, child in parent._modules.items() if type(child) is kind}
+        for names in SHARED_INPUTS:
+            layers = [children[name] for name in names if name in children]
+            if len(layers) == len(names) and are_alike(layers):
+                found.append(LayersOfInput(parent, names, [children.pop(name) for name in names]))
+        found += [LayersOfInput(parent, (name,), [child]) for name, child in children.items()]
+    while found:
+        yield found.popleft()
 
 
 class SharedProduct(nn.Module):
