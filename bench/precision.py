@@ -107,6 +107,21 @@ def shuffle_channels(model: PreTrainedModel, seed: int = 1) -> None:
 
 
 @dataclass(frozen=True)
+class Text:
+    """What perplexity is that of."""
+
+    token_ids: list[int]
+    start: list[int]
+    """What the tokenizer puts before any text: a model that learned to see it says nothing without."""
+
+    def windows(self) -> Iterator[list[int]]:
+        """Yield parts of equal length, each as if it were a text of its own."""
+        size = WINDOW - len(self.start)
+        for at in range(0, len(self.token_ids) - size + 1, size):
+            yield self.start + self.token_ids[at : at + size]
+
+
+@dataclass(frozen=True)
 class Answers:
     """What a model says to each prompt."""
 
@@ -123,9 +138,9 @@ class Reader:
         self._model = model
         self._layout = layout
 
-    def perplexity(self, token_ids: list[int]) -> float:
+    def perplexity(self, text: Text) -> float:
         """Return that of a text, window by window; the first token of each is given."""
-        losses = [self._loss(window) for window in _windows(token_ids)]
+        losses = [self._loss(window) for window in text.windows()]
         return math.exp(fmean(losses))
 
     def _loss(self, window: list[int]) -> float:
@@ -167,11 +182,6 @@ class Reader:
         return Answers(torch.stack(tokens, 1), torch.stack(chances, 1))
 
 
-def _windows(token_ids: list[int]) -> Iterator[list[int]]:
-    for start in range(0, len(token_ids) - WINDOW + 1, WINDOW):
-        yield token_ids[start : start + WINDOW]
-
-
 def _sequence(token_ids: list[int]) -> Sequence:
     return Sequence(
         RequestId("p"), list(token_ids), len(token_ids), BlockHash(b""), SamplingParams(), StopParams(1)
@@ -182,7 +192,7 @@ def _sequence(token_ids: list[int]) -> Sequence:
 class Work:
     """What each format is asked."""
 
-    text: list[int]
+    text: Text
     prompts: list[list[int]]
     count: int
 
@@ -247,8 +257,11 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(prepare(options.model, Path("~/.cache/conductor-cluster"), print).path)
     tokenizer = Tokenizer.load(folder)
-    text = list(tokenizer.encode_text(TEXT.read_text()))[: options.text_tokens]
-    work = Work(text, prompts_for(tokenizer, options.prompts), options.tokens)
+    start = list(tokenizer.encode("", add_special_tokens=True))
+    token_ids = list(tokenizer.encode_text(TEXT.read_text()))[: options.text_tokens]
+    text = Text(token_ids, start)
+    prompts = [start + prompt for prompt in prompts_for(tokenizer, options.prompts)]
+    work = Work(text, prompts, options.tokens)
     rows = []
     with torch.inference_mode():
         for row in rows_of(folder, work, not options.as_published):
@@ -257,10 +270,10 @@ def main() -> None:
     result = {
         "bench": "precision",
         "about": about_run("torch", "transformers"),
-        "model": options.model,
+        "model": Path(options.model).name,
         "channels": "as published" if options.as_published else "in another order",
-        "text_tokens": len(text) // WINDOW * WINDOW,
-        "text_sha256": sha256(json.dumps(text).encode()).hexdigest()[:16],
+        "text_tokens": sum(map(len, text.windows())),
+        "text_sha256": sha256(json.dumps(token_ids).encode()).hexdigest()[:16],
         "prompts": len(work.prompts),
         "tokens": options.tokens,
         "rows": rows,

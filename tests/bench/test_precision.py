@@ -8,13 +8,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from bench.precision import TEXT as TEXT_FILE
-from bench.precision import WINDOW, Reader, Work, compared, shuffle_channels
+from bench.precision import WINDOW, Reader, Text, Work, compared, shuffle_channels
 from engine.model import PagedModel
 from engine.scaled_kv import scaled_layout
 from tests.engine.test_gpu_model import make_family
 
 TEXT = [(index * index * 7 + 3) % 199 for index in range(WINDOW + 5)]
-WORK = Work(TEXT, [TEXT[:9], TEXT[9:30]], 4)
+WORK = Work(Text(TEXT, []), [TEXT[:9], TEXT[9:30]], 4)
 
 
 def reader(family: str, is_scaled: bool = False) -> Reader:
@@ -38,13 +38,19 @@ def test_channels_in_another_order_say_the_same(family: str) -> None:
 def test_perplexity_is_that_of_whole_windows() -> None:
     window = torch.tensor([TEXT[:WINDOW]])
     loss = cross_entropy(make_family("llama")(window).logits[0, :-1], window[0, 1:])
-    assert reader("llama").perplexity(TEXT) == pytest.approx(math.exp(loss), rel=1e-4)
+    assert reader("llama").perplexity(WORK.text) == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+def test_each_window_begins_with_what_the_tokenizer_puts_before_a_text() -> None:
+    windows = list(Text(TEXT, [7]).windows())
+    assert windows == [[7, *TEXT[: WINDOW - 1]]]
+    assert list(Text(TEXT * 2, [7]).windows())[1] == [7, *(TEXT * 2)[WINDOW - 1 : 2 * WINDOW - 2]]
 
 
 @torch.inference_mode()
 def test_a_model_agrees_with_itself_and_not_quite_with_kv_of_8_bits() -> None:
     floats = reader("llama")
-    perplexity, expected = floats.perplexity(TEXT), floats.answers(WORK.prompts, WORK.count)
+    perplexity, expected = floats.perplexity(WORK.text), floats.answers(WORK.prompts, WORK.count)
     same = compared(floats, WORK, expected, perplexity)
     assert same["greedy_match"] == same["perplexity_of_floats"] == 1.0
     assert same["tokens_until_another"] == WORK.count
