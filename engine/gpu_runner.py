@@ -172,7 +172,9 @@ class GpuRunner(StepRunner):
             if num_tokens >= MIN_TOKENS and num_single <= self._max_batch:
                 size = padded_tokens(num_tokens + num_single)
                 shape = StepShape(size, num_single, 2, self._max_blocks)
+                carve(self._memory, shape).slots.fill_(-1)  # padding: no KV is written, no expert counted
                 self._run(shape, step_header(shape, (LongChunk(num_tokens, prefix),)))
+        self._memory.zero_()
         torch.cuda.synchronize(self._model.device)
 
     def _run_captured(self, shape: StepShape) -> None:
