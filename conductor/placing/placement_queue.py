@@ -83,8 +83,8 @@ class PlacementQueue:
         self._num_prefill_nodes = num_prefill_nodes
         self.places: dict[RequestId, WaitingPlace] = {}
         """The requests that wait, by name; to be read only."""
-        self._missing_since_s = now_s
-        self._was_missing = True
+        self._missing_since_s: dict[bool, float | None] = {True: now_s, False: now_s}
+        """The moment since which a role that requests need has no node, by whether they decode; or None."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -175,9 +175,8 @@ class PlacementQueue:
     def look_at_s(self, request_id: RequestId, now_s: float) -> float:
         """Return when to ask whether a request that waits is `overdue`."""
         place = self.places[request_id]
-        if self._was_missing:
-            role_by_s = max(place.began_at_s, self._missing_since_s) + self._role_wait_s
-        else:
+        role_by_s = self._role_by_s(place, now_s)
+        if role_by_s == inf:
             # a role that is lost later is noticed at the latest after another such time
             role_by_s = now_s + max(SHORTEST_LOOK_S, self._role_wait_s)
         return min(place.give_up_at_s, place.first_token_by_s, role_by_s)
@@ -194,13 +193,19 @@ class PlacementQueue:
             return SloUnreachableError("the first token was due before the request could be placed")
         if has_stood:
             place.began_at_s = now_s
-        missing = self._missing_role(place.item.decodes)
-        if missing and now_s >= max(place.began_at_s, self._missing_since_s) + self._role_wait_s:
-            return UnavailableError(f"no {missing} node is attached")
+        if now_s >= self._role_by_s(place, now_s):
+            return UnavailableError(f"no {self._missing_role(place.item.decodes)} node is attached")
         return None
 
+    def _role_by_s(self, place: WaitingPlace, now_s: float) -> float:
+        """Return when a role that the request needs has had no node for too long; infinity: all have some."""
+        self._note_roles(now_s)
+        since_s = self._missing_since_s[place.item.decodes]
+        return inf if since_s is None else max(place.began_at_s, since_s) + self._role_wait_s
+
     def _note_roles(self, now_s: float) -> None:
-        is_missing = self._missing_role(True) is not None
-        if is_missing and not self._was_missing:
-            self._missing_since_s = now_s
-        self._was_missing = is_missing
+        for decodes, since_s in self._missing_since_s.items():
+            if self._missing_role(decodes) is None:
+                self._missing_since_s[decodes] = None
+            elif since_s is None:
+                self._missing_since_s[decodes] = now_s

@@ -84,7 +84,7 @@ class RemotePeer:
         offsets: tuple[int, ...],
         length: int,
         operation: Operation = Operation.WRITE,
-        lease_s: float = 30.0,
+        lease_s: float = 600.0,
     ) -> Grant:
         answer = self.ask(
             do="grant",

@@ -173,5 +173,24 @@ def test_who_decodes_nothing_waits_for_no_decode_node():
     assert line.join("vector", 1.0, decodes=False)
     assert isinstance(line.queue.overdue(RequestId("tokens"), 11.0), UnavailableError)
     assert line.queue.overdue(RequestId("vector"), 11.0) is None
+    # whoever looks again at that moment looks for ever: the event loop does nothing else
+    assert line.queue.look_at_s(RequestId("vector"), 11.0) > 11.0
     line.missing = "prefill"
-    assert isinstance(line.queue.overdue(RequestId("vector"), 11.0), UnavailableError)
+    assert line.queue.overdue(RequestId("vector"), 12.0) is None, "lost a moment ago"
+    assert line.queue.look_at_s(RequestId("vector"), 12.0) == 22.0
+    assert isinstance(line.queue.overdue(RequestId("vector"), 22.0), UnavailableError)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("missing", [None, "prefill", "decode"])
+def test_nobody_is_looked_at_again_at_the_moment_at_which_it_was_not_overdue(missing, decodes):
+    line = Line()
+    line.missing = "decode"
+    line.join("a", decodes=decodes)
+    line.missing = missing
+    now_s = 0.0
+    for _ in range(8):
+        looked_s, now_s = now_s, line.queue.look_at_s(RequestId("a"), now_s)
+        if line.queue.overdue(RequestId("a"), now_s) is not None:
+            return
+        assert now_s > looked_s
