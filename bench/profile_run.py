@@ -33,7 +33,7 @@ from engine.long_chunks import MIN_TOKENS
 from engine.model_store import prepare
 
 MIN_LONG_ROWS = MIN_TOKENS // 2
-"""From here on a chunk after a prefix is computed as a whole prompt is; without one, from twice as many."""
+"""Tokens from which a chunk after a prefix is computed as a whole prompt is; twice as many without one."""
 
 COPY_BYTES = 1 << 28
 """Copied from pinned host memory to time the link."""
@@ -55,7 +55,7 @@ class Grid:
     chunk_prefixes: tuple[int, ...]
     chunk_batches: tuple[int, ...]
     chunk_context: int
-    """Of each sequence that decodes beside a chunk."""
+    """Tokens of each sequence that decodes beside a chunk."""
     chunk_steps: int
 
 

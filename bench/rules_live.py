@@ -53,9 +53,9 @@ BLOCK_SIZE = 32
 NODES = 3
 SHORT_PROMPT, LONG_PROMPT = 48, 192
 DECODE_CACHE_GIB = 0.5
-"""Of the decode node, which has room for all who decode."""
+"""The decode node's cache, which has room for all who decode."""
 AGENTS = AgentKind(output_tokens=64, think_s=5.0, most_tokens=24_000)
-"""Of the regimes, with answers and pauses that two cores bear."""
+"""Agents of the regimes, with answers and pauses that two cores bear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Load:
     """What a round sends, and to which nodes."""
 
     rules: tuple[str, ...]
-    """By default; ours first."""
+    """Rules that are compared where none are named; ours first."""
     requests: int
     rate: float
     """Requests a second, or sessions."""

@@ -69,7 +69,7 @@ SPLITS = (
 )
 """The same of sixteen nodes."""
 FOLLOWING = (SHAPES[0], SPLITS[0])
-"""Those whose roles follow the load, each with any load."""
+"""Shapes whose roles follow the load, each with any load."""
 LONGEST_CHUNK = 8192
 
 Load = Callable[[float], Trace]

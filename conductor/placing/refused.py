@@ -38,8 +38,7 @@ def limits_of(
     """Return what admission lets predictions be under some bounds; `ratio` as for `step_limit_s`."""
     if settings.reject is RejectPolicy.NONE:
         return Admissible(inf, inf)
-    is_bound = slo.tbt_slo_s < inf and settings.reject is not RejectPolicy.LATE
-    tbt_s = step_limit_s(slo.tbt_slo_s, cost, ratio) if is_bound else inf
+    tbt_s = inf if settings.reject is RejectPolicy.LATE else step_limit_s(slo.tbt_slo_s, cost, ratio)
     return Admissible(slo.ttft_slo_s * (1.0 if is_promised else settings.ttft_headroom), tbt_s)
 
 
