@@ -60,12 +60,12 @@ class ExpertCounts:
             self._host = torch.empty(self.counts.shape, dtype=torch.int64, pin_memory=True)
             self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         inside = set() if cut is None else set(cut.modules())
+        padding = torch.full_like(self._rows, -1)
         for layer, counts in zip(self._layers, self.counts, strict=True):
-            if layer in inside:
-                continue
-            # Buffers, because a compiled layer takes these as it takes weights.
+            # Buffers, because a compiled layer takes these as it takes weights. Of the same lengths in each
+            # layer, or the compiler would make a variant of the last one.
             layer.register_buffer("choices", counts, persistent=False)
-            layer.register_buffer("slots", self._rows, persistent=False)
+            layer.register_buffer("slots", padding if layer in inside else self._rows, persistent=False)
             if isinstance(layer, ExpertShare) or not in_kernels:
                 layer.register_forward_pre_hook(_count_slots)
 

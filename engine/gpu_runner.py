@@ -28,7 +28,7 @@ from engine.long_chunks import MIN_PREFIX, MIN_TOKENS, LongChunk, long_chunks, p
 from engine.runner import SendStep, StepRunner
 from engine.sequence import Sequence
 from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, wait_for_prefixes
-from engine.step_memory import StepShape, StepWriter, carve
+from engine.step_memory import StepShape, StepWriter, carve, write_padding
 from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
 
@@ -172,7 +172,7 @@ class GpuRunner(StepRunner):
             if num_tokens >= MIN_TOKENS and num_single <= self._max_batch:
                 size = padded_tokens(num_tokens + num_single)
                 shape = StepShape(size, num_single, 2, self._max_blocks)
-                carve(self._memory, shape).slots.fill_(-1)  # padding: no KV is written, no expert counted
+                write_padding(self._memory, shape)
                 self._run(shape, step_header(shape, (LongChunk(num_tokens, prefix),)))
         self._memory.zero_()
         torch.cuda.synchronize(self._model.device)

@@ -115,6 +115,14 @@ def carve(memory: torch.Tensor, shape: StepShape) -> StepViews[torch.Tensor]:
     return StepViews(*views)
 
 
+def write_padding(memory: torch.Tensor, shape: StepShape) -> None:
+    """Lay out a step of padding alone: it writes no KV and counts no expert.
+
+    Whatever a step of another shape left in `memory`, [>= shape.size] int32, is gone."""
+    memory[: shape.size].zero_()
+    carve(memory, shape).slots.fill_(-1)
+
+
 class StepWriter:
     """Writes plans into one host buffer, which no copy reads meanwhile.
 
