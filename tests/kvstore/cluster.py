@@ -1,15 +1,16 @@
 """Stores of one process, each with its agent and its server, sharing a directory."""
 
 import random
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
-from base.clock import SystemClock
 from base.config import TransferConfig
 from base.request import NodeId
 from base.rpc import Port, start_server
+from kvstore import access
 from kvstore.client import BlockCache
 from kvstore.context import private_segment
 from kvstore.disk import opened
@@ -35,6 +36,18 @@ def bytes_of(block_hash):
 
 def unwrapped(transport):
     return transport
+
+
+@contextmanager
+def patience():
+    """Let this process wait for an answer of a store as long as a busy machine takes to give it.
+
+    A collection of all objects alone, in a process that ran many tests, takes longer than a call may.
+    """
+    with ExitStack() as stack:
+        for limit in ("CALL_TIMEOUT_S", "LEASE_TIMEOUT_S"):
+            stack.enter_context(patch.object(access, limit, None))
+        yield
 
 
 @dataclass
@@ -63,7 +76,7 @@ class Node:
 
 
 class Cluster:
-    """Makes members and outside clients; closes them all."""
+    """Makes members and outside clients; closes them all. Each has a clock, which a test moves."""
 
     def __init__(self):
         self.board = MemoryBoard()
@@ -71,10 +84,10 @@ class Cluster:
         self.last_epoch = 0
         self.lives = {}
 
-    async def agent(self, name, transports=("tcp",), wrap=unwrapped):
+    async def agent(self, name, clock, transports=("tcp",), wrap=unwrapped):
         self.last_epoch += 1
         config = TransferConfig(transports=transports, timeout_s=60.0)
-        agent = TransferAgent(name, self.last_epoch, config, SystemClock(), wrap)
+        agent = TransferAgent(name, self.last_epoch, config, clock, wrap)
         life = AsyncExitStack()
         self.lives[agent] = life
         self.stack.push_async_callback(life.aclose)
@@ -83,8 +96,8 @@ class Cluster:
     async def node(
         self, name, num_blocks=16, folder=None, transports=("tcp",), num_slots=64, wrap=unwrapped, **limits
     ):
-        agent = await self.agent(name, transports, wrap)
         clock = ManualClock()
+        agent = await self.agent(name, clock, transports, wrap)
         disk = None
         if folder is not None:
             disk = opened(folder, BLOCK_BYTES, num_slots, clock)
@@ -110,8 +123,8 @@ class Cluster:
 
     async def client(self, transports=("tcp",), wrap=unwrapped):
         """A program outside: an agent and a cache client without a store."""
-        agent = await self.agent("outside", transports, wrap)
         clock = ManualClock()
+        agent = await self.agent("outside", clock, transports, wrap)
         cache = BlockCache(agent, MemoryDirectory(self.board), clock)
         self.stack.push_async_callback(cache.close)
         return cache, clock
@@ -120,8 +133,9 @@ class Cluster:
 @asynccontextmanager
 async def running_cluster():
     cluster = Cluster()
-    async with cluster.stack:
-        yield cluster
+    with patience():
+        async with cluster.stack:
+            yield cluster
 
 
 async def save(cache, path, first=0, **options):

@@ -8,6 +8,7 @@ from base.messages import Failed, Lend, Lent, Release
 from kvstore.attached import AttachedStore, storage_info
 from kvstore.context import private_segment
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_cluster, save
+from tests.manual_clock import ManualClock
 from transfer.batch import pieces_of
 
 
@@ -61,7 +62,7 @@ async def test_what_it_lends_is_read_by_another_until_the_release(pair):
     attached.lend("abcd", first=1)
     lent = await attached.said()
     assert isinstance(lent, Lent)
-    reader = await cluster.agent("reader")
+    reader = await cluster.agent("reader", ManualClock())
     into = private_segment(3 * BLOCK_BYTES)
     batch = pieces_of(into, range(0, into.num_bytes, BLOCK_BYTES), lent.grant.offsets, BLOCK_BYTES)
     await reader.read(attached.node.member.peer, lent.grant, batch)

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.access import RemoteAccess
 from kvstore.context import connected
-from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, save
+from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, patience, save
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -55,7 +55,8 @@ async def running(folder, **settings):
         assert json.loads(line)["event"] == "ready", await process.child.stderr.read()
         process.address = json.loads(line)["address"]
         process.metrics_port = json.loads(line)["metrics_port"]
-        yield process
+        with patience():
+            yield process
     finally:
         if process.child.returncode is None:
             process.child.kill()

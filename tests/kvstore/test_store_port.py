@@ -25,7 +25,7 @@ from kvstore.service import StoreService
 from kvstore.settings import StoreProcess, of_node
 from protos import kvstore_pb2 as pb
 from tests.certificates import Authority
-from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, save
+from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, patience, save
 from tests.manual_clock import ManualClock
 from transfer.agent import TransferAgent
 
@@ -38,11 +38,12 @@ async def hosted(**settings):
     config = StoreProcess("s", BLOCK_BYTES, POOL_GIB, **settings)
     transfer = TransferConfig(transports=("tcp",))
     clock = SystemClock()
-    async with (
-        TransferAgent("s", secrets.randbits(63), transfer, clock) as agent,
-        hosted_store(config, agent, clock) as store,
-    ):
-        yield store
+    with patience():
+        async with (
+            TransferAgent("s", secrets.randbits(63), transfer, clock) as agent,
+            hosted_store(config, agent, clock) as store,
+        ):
+            yield store
 
 
 def node(**store):
