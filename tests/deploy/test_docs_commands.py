@@ -99,13 +99,7 @@ OF_A_TRACE = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, marks=[pytest.mark.full] if line.startswith("advise") else [])
-        for line in OF_A_TRACE
-    ],
-)
+@pytest.mark.parametrize("line", OF_A_TRACE)
 def test_a_command_of_a_trace_runs_on_our_small_one(line, tmp_path, monkeypatch, capsys):
     sample = (ROOT / SAMPLE).read_text()
     (tmp_path / "bench" / "traces").mkdir(parents=True)

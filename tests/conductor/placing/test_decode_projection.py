@@ -55,6 +55,17 @@ def test_one_that_has_come_so_far_is_expected_to_go_further() -> None:
     assert projection.at(200.0, 130.0) == (1.0, 1_000.0)
 
 
+@pytest.mark.parametrize("start_s", [100.0, 100.1, 100.3, 100.49])
+def test_ages_are_not_rounded(start_s: float) -> None:
+    projection = DecodeProjection(initial_decode_s=30.0)
+    for _ in range(DECODE_TIMES):
+        projection.observe(1.7)
+    for _ in range(3):
+        projection.add(start_s, 10)
+    assert projection.at(start_s + 1.69, 90.0) == (3.0, 30.0)
+    assert projection.at(start_s + 1.71, 90.0) == (0.0, 0.0)
+
+
 def test_expected_number_is_the_mean_of_many_runs() -> None:
     rng = random.Random(1)
     projection = DecodeProjection(initial_decode_s=30.0)
