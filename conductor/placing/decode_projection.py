@@ -35,7 +35,6 @@ class DecodeProjection:
         self._buckets: dict[int, list[float]] = {}
         """Moment in buckets to [sequences, tokens, sum of starts in seconds]; empty ones are absent."""
         self._recent: deque[float] = deque()
-        self._recent_s = 0.0
         self._ordered: list[float] = []
         self._expected = [initial_decode_s]
         """Decode times in order, of which each is as likely."""
@@ -88,11 +87,9 @@ class DecodeProjection:
         """Learn how long one request decoded."""
         recent, ordered = self._recent, self._ordered
         if len(recent) == DECODE_TIMES:
-            self._recent_s -= recent[0]
             del ordered[bisect_left(ordered, recent.popleft())]
         recent.append(decode_s)
-        self._recent_s += decode_s
         insort(ordered, decode_s)
         if len(ordered) >= FEWEST_TIMES:
-            self.decode_s = self._recent_s / len(ordered)
+            self.decode_s = sum(ordered) / len(ordered)
             self._expected = ordered
