@@ -113,10 +113,13 @@ def _seconds(run: Callable[[], object], times: int) -> float:
     return time.perf_counter() - started_s
 
 
-def build_bench_engine(shape: str, config: EngineConfig) -> Engine:
-    """Return an engine of as many ranks, and of weights and KV in the formats, as the configuration says."""
+def build_bench_engine(shape: str, config: EngineConfig, same_experts: bool = False) -> Engine:
+    """Return an engine of as many ranks, and of weights and KV in the formats, as the configuration says.
+
+    On several ranks, tokens go to the experts that a random router chooses."""
     if config.tensor_parallel == 1:
-        return assemble_engine(config, build_rank(shape, None, config.quantization), SystemClock())
+        model = build_rank(shape, None, config.quantization, same_experts)
+        return assemble_engine(config, model, SystemClock())
     spec = {"engine": asdict(config), "shape": shape}
     ranks, group = start_ranks(
         "bench.engine_rank", spec, GroupShape(tensor=config.tensor_parallel), is_gpu=True
@@ -219,6 +222,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--profile", nargs="*", type=int, default=[], help="batches whose decode step is profiled too")
     add("--ranks", type=int, default=1, help="GPUs that hold the model together")
     add("--chunk-tokens", type=int, default=ENGINE.chunk_tokens)
+    add("--same-experts", action="store_true", help="every token goes to the same experts")
     add("--commit", default="", help="where the checkout has no .git")
     add("--out", type=Path)
     return parser
@@ -235,7 +239,7 @@ def started(options: argparse.Namespace) -> tuple[Engine, float]:
         kv_dtype=options.kv_dtype,
         kv_cache_gib=options.kv_cache_gib,
     )
-    engine = build_bench_engine(options.model, config)
+    engine = build_bench_engine(options.model, config, options.same_experts)
     torch.cuda.synchronize()
     start_up_s = time.perf_counter() - began_s
     print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)

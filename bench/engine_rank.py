@@ -14,9 +14,20 @@ from engine.ranks import follow_steps, join_ranks
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 
 
-def build_rank(shape: str, group: TensorGroup | None, quantization: str = "none") -> PagedModel:
-    """Return this rank's share of a model of `shape`, the same random weights on every rank."""
-    weights = quantised_weights(build_model(SHAPES[shape]), quantization)
+def build_rank(
+    shape: str, group: TensorGroup | None, quantization: str = "none", same_experts: bool = False
+) -> PagedModel:
+    """Return this rank's share of a model of `shape`, the same random weights on every rank.
+
+    Args:
+        same_experts: Whether every token goes to the same experts, which a router of zeros does.
+    """
+    module = build_model(SHAPES[shape])
+    if same_experts:
+        for name, weight in module.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight.data.zero_()
+    weights = quantised_weights(module, quantization)
     if group is not None:
         cut_causal_model(weights.module, group)
     model = PagedModel(weights.module)

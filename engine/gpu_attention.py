@@ -42,8 +42,8 @@ from engine.step_memory import StepShape, StepViews, carve
 GPU_ATTENTION_NAME = "conductor_paged_gpu"
 """Name of this attention function in a model's configuration."""
 
-HEADER_NUMBERS = 4 + 2 * MAX_LONG_CHUNKS
-"""Numbers in a step's header: its shape, and the tokens of each long chunk and of its prefix."""
+HEADER_NUMBERS = 4 + 3 * MAX_LONG_CHUNKS
+"""Numbers in a step's header: its shape, and the three of each long chunk."""
 
 
 class StepPart(Enum):
@@ -74,7 +74,7 @@ def step_header(shape: StepShape, chunks: Sequence[LongChunk] = ()) -> torch.Ten
     header = torch.zeros(HEADER_NUMBERS, dtype=torch.int64)
     header[:4] = torch.tensor([shape.num_tokens, shape.num_single, shape.num_chunks, shape.max_blocks])
     if chunks:
-        header[4 : 4 + 2 * len(chunks)] = torch.tensor(chunks).flatten()
+        header[4 : 4 + 3 * len(chunks)] = torch.tensor(chunks).flatten()
     return header
 
 
@@ -244,7 +244,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     is_plain = not (sliding_window or soft_cap or sinks is not None)
     if chunks and is_plain and can_attend(query, value.shape[2]):
         rows = slice(shape.num_single, None)
-        seen = seen_heads((key[rows], value[rows]), kv_layer, scales)
+        seen = seen_heads((key[rows], value[rows]), kv_layer, views.chunk_lens, scales)
         attended = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
         if not shape.num_single:
             return attended
@@ -338,7 +338,7 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
     absorbed = slice(0, shape.num_single if is_long else None)
     if is_long:
         rows = slice(shape.num_single, None)
-        seen = seen_latents(layer, weight, nope_dim)
+        seen = seen_latents(layer, weight, nope_dim, views.chunk_lens)
         output[rows] = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
     if not is_long or shape.num_single:
         rows_query = _absorbed(query[absorbed], weight, nope_dim)
@@ -366,5 +366,5 @@ def _read(
 ) -> tuple[StepShape, StepViews[torch.Tensor], list[LongChunk]]:
     num_tokens, num_single, num_chunks, max_blocks, *numbers = header.tolist()
     shape = StepShape(num_tokens, num_single, num_chunks, max_blocks)
-    pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return shape, carve(memory, shape), [LongChunk(*pair) for pair in pairs if pair[0]]
+    chunks = zip(numbers[::3], numbers[1::3], map(bool, numbers[2::3]), strict=True)
+    return shape, carve(memory, shape), [LongChunk(*chunk) for chunk in chunks if chunk[0]]

@@ -27,7 +27,7 @@ from engine.kernels.sample_rows import sample_rows
 from engine.long_chunks import MIN_PREFIX, MIN_TOKENS, LongChunk, long_chunks, padded_tokens
 from engine.runner import SendStep, StepRunner
 from engine.sequence import Sequence
-from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, wait_for_prefixes
+from engine.step import LaunchedStep, LayerGroup, StepPlan, StepResult, arrivals_of, wait_for_prefixes
 from engine.step_memory import StepShape, StepWriter, carve, write_padding
 from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
@@ -82,8 +82,9 @@ class GpuRunner(StepRunner):
         self._rows_of: dict[Sequence, int] = {}
         if group is None:
             self.prefix_parts = prefix_parts(model.hooks.num_layers)
-        self._graphs = StepGraphs(self._run_captured, max_batch, self._max_blocks)
-        self._graphs.capture(chunk_tokens)
+        longest = min(chunk_tokens, max_model_len)
+        self._graphs = StepGraphs(self._run_captured, model.hooks, max_batch, self._max_blocks, longest)
+        self._graphs.capture()
 
     def begin(self) -> None:
         """Make what cuDNN keeps for each thread, and compile what the graphs do not run."""
@@ -110,8 +111,7 @@ class GpuRunner(StepRunner):
             wait_for_prefixes(plan)
         else:
             self._model.hooks.begin(arrivals_of(plan))
-        end = self._compute(shape, header, captured)
-        groups = () if captured else self._model.hooks.end()
+        end, groups = self._compute(shape, header, captured)
         rows = _rows(plan, shape)
         self._rows_of = dict(zip(plan.sampling, rows, strict=True))
         states = self._pooled_states(plan, shape, end)
@@ -136,14 +136,16 @@ class GpuRunner(StepRunner):
         host = torch.empty(states.shape, pin_memory=True)
         return host.copy_(states, non_blocking=True)
 
-    def _compute(self, shape: StepShape, header: torch.Tensor, captured: bool) -> StepEnd:
-        """Compute what lies in the first rank's step memory."""
+    def _compute(
+        self, shape: StepShape, header: torch.Tensor, captured: bool
+    ) -> tuple[StepEnd, tuple[LayerGroup, ...]]:
+        """Compute what lies in the first rank's step memory; return the groups that it reports, too."""
         if self._group is not None:
             self._group.from_first(self._memory[: shape.size])
         if not captured:
-            return self._run(shape, header)
-        self._graphs.replay(shape)
-        return self._ended[shape]
+            return self._run(shape, header), self._model.hooks.end()
+        groups = self._graphs.replay(shape)
+        return self._ended[shape], groups
 
     def _send(self, plan: StepPlan, shape: StepShape) -> None:
         writer, copied = self._writers[0], self._copied[0]
@@ -177,8 +179,8 @@ class GpuRunner(StepRunner):
         self._memory.zero_()
         torch.cuda.synchronize(self._model.device)
 
-    def _run_captured(self, shape: StepShape) -> None:
-        self._ended[shape] = self._run(shape, step_header(shape))
+    def _run_captured(self, shape: StepShape, chunks: tuple[LongChunk, ...]) -> None:
+        self._ended[shape] = self._run(shape, step_header(shape, chunks))
 
 
 def _moved(wait: Callable[[], None]) -> StepResult:

@@ -3,8 +3,8 @@
 A long chunk's first layers are done long before its last, and their KV can leave meanwhile. So after each
 group of layers an event is recorded on the device's stream. And a prefix that is still being loaded comes
 layer by layer (`arrivals.py`): before each layer, its part is waited for. Both happen outside of what is
-compiled: the layers in the model's list are wrapped. A step that runs as a CUDA graph is queued as one, waits
-for all of a prefix and reports no groups.
+compiled: the layers in the model's list are wrapped. A step that runs as CUDA graphs waits for all of a
+prefix first (`cuda_graph.py`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,21 @@ class LayerHooks:
         self.num_layers = len(layers)
         num_groups = min(num_groups, self.num_layers)
         self._ends = {self.num_layers * (group + 1) // num_groups for group in range(num_groups)}
-        self._mark = mark
+        self._usual_mark = self._mark = mark
         self._arrivals: list[PrefixArrivals] = []
         self._groups: list[LayerGroup] | None = None
         for index, layer in enumerate(layers):
             layers[index] = _Watched(layer, partial(self._before, index), partial(self._after, index))
 
-    def begin(self, arrivals: list[PrefixArrivals] | None = None) -> None:
-        """Mark the groups of the step that is queued from here on, which reads these loads."""
+    def begin(self, arrivals: list[PrefixArrivals] | None = None, mark: Mark | None = None) -> None:
+        """Mark the groups of the step that is queued from here on, which reads these loads.
+
+        Args:
+            mark: Marks them, of this step alone; None: what this was made with.
+        """
         self._groups = []
         self._arrivals = arrivals or []
+        self._mark = mark or self._usual_mark
 
     def end(self) -> tuple[LayerGroup, ...]:
         """Return the groups of the step that `begin` was called for."""

@@ -55,6 +55,8 @@ class LongChunk(NamedTuple):
     num_tokens: int
     prefix: int
     """Number of tokens before the chunk."""
+    is_padded: bool = False
+    """Whether it has `num_tokens` at most: it is a whole prompt then, and alone in its step."""
 
 
 Seen = Callable[[slice, torch.Tensor, LongChunk], tuple[torch.Tensor, torch.Tensor]]
@@ -219,13 +221,17 @@ def _rectangle_rows(num_rows: int) -> int:
 
 
 def seen_heads(
-    own: tuple[torch.Tensor, torch.Tensor], kv_layer: torch.Tensor, scales: torch.Tensor | None = None
+    own: tuple[torch.Tensor, torch.Tensor],
+    kv_layer: torch.Tensor,
+    lens: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> Seen:
     """Return what gives K and V of heads, each [>= tokens, num_kv_heads, head_dim].
 
     Args:
         own: K and V of the step's tokens, each [num_rows, num_kv_heads, head_dim].
         kv_layer: One layer of the paged cache.
+        lens: [>= 1] int32; the context of each chunk.
         scales: Those of a layer of 8 bits.
     """
 
@@ -241,24 +247,37 @@ def seen_heads(
             plain(selected(kv_layer[:, which], blocks, False), factors[..., which], own[0].dtype)
             for which in (0, 1)
         )
-        return keys.flatten(0, 1), values.flatten(0, 1)
+        return _ended(keys.flatten(0, 1), chunk, lens), _ended(values.flatten(0, 1), chunk, lens)
 
     return seen
 
 
-def seen_latents(layer: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, nope_dim: int) -> Seen:
+def seen_latents(
+    layer: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, nope_dim: int, lens: torch.Tensor
+) -> Seen:
     """Return what gives K and V made of a sequence's latents; arguments as `latent_attention.py : expanded`.
 
     Args:
         layer: Latents and rotary keys of one layer, each [num_blocks, block_size, 1, width].
+        lens: [>= 1] int32; the context of each chunk.
     """
 
     def seen(rows: slice, table: torch.Tensor, chunk: LongChunk) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = blocks_of(table, chunk, layer[0].shape[1])
-        latents, rotary_keys = (selected(field, blocks)[:, 0] for field in layer)
+        latents, rotary_keys = (_ended(selected(field, blocks)[:, 0], chunk, lens) for field in layer)
         return expanded(latents, rotary_keys, weight, nope_dim)
 
     return seen
+
+
+def _ended(rows: torch.Tensor, chunk: LongChunk, lens: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a sequence, [>= tokens, ...], with zeros after the end of a padded chunk.
+
+    Blocks there are others' or nobody's, and a weight of nought times whatever they hold may be no number."""
+    if not chunk.is_padded:
+        return rows
+    is_after = torch.arange(len(rows), device=rows.device) >= lens[0]
+    return rows.masked_fill(is_after.view(-1, *(1,) * (rows.dim() - 1)), 0)
 
 
 def blocks_of(table: torch.Tensor, chunk: LongChunk, block_size: int) -> torch.Tensor:

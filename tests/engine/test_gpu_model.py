@@ -11,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from engine.fused_projections import fuse_projections
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
+from engine.long_chunks import LongChunk
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
+from engine.scaled_kv import scaled_layout
 from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
 from engine.step_memory import StepShape, StepWriter
@@ -23,17 +25,20 @@ BLOCK_SIZE = 16
 NO_TOKENS = torch.zeros(64, dtype=torch.int64)
 
 
-def make_family(name: str) -> PreTrainedModel:
+def make_family(name: str, **changed) -> PreTrainedModel:
     torch.manual_seed(0)
-    fields = {"model_type": name, **SMALL, **FAMILIES[name]}
+    fields = {"model_type": name, **SMALL, **FAMILIES[name], **changed}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
+def make_cache(model: PreTrainedModel, num_blocks: int = 32, is_scaled: bool = False) -> PagedCache:
+    layout = replace(PagedModel(model).shape, block_size=BLOCK_SIZE)
+    return PagedCache(scaled_layout(layout) if is_scaled else layout, num_blocks, torch.device("cpu"))
+
+
 def make_gpu_model(model: PreTrainedModel, num_blocks: int = 32, layer_groups: int = 1) -> GpuModel:
-    shape = PagedModel(model).shape
-    layout = replace(shape, block_size=BLOCK_SIZE)
-    return GpuModel(model, PagedCache(layout, num_blocks, torch.device("cpu")), False, layer_groups)
+    return GpuModel(model, make_cache(model, num_blocks), False, layer_groups)
 
 
 def entry(sequence: Sequence, start: int, count: int, first_block: int) -> StepEntry:
@@ -48,11 +53,12 @@ def run(
     shape: StepShape,
     rows_of: dict[Sequence, int] | None = None,
     last_tokens: torch.Tensor = NO_TOKENS,
+    chunks: tuple[LongChunk, ...] = (),
 ) -> torch.Tensor:
     singles = sum(item.num_tokens == 1 for item in entries)
     plan = StepPlan(tuple(entries), singles)
     memory = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, shape, rows_of or {})
-    return model.forward(memory, shape, step_header(shape), last_tokens)
+    return model.forward(memory, shape, step_header(shape, chunks), last_tokens)
 
 
 def expected_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
@@ -93,6 +99,27 @@ def test_chunks_singles_and_padding_in_one_step_give_the_logits_of_the_family(fa
         torch.testing.assert_close(logits[row], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
         state = last_state(reference, prompt)
         torch.testing.assert_close(model.row_states[row], state, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_scaled"),
+    [("llama", False), ("llama", True), ("gemma2", False), ("deepseek_v2", False), ("deepseek_v3", False)],
+)
+def test_a_whole_prompt_as_it_is_captured_gives_its_logits_whatever_lies_in_other_blocks(
+    family: str, is_scaled: bool
+) -> None:
+    reference = make_family(family)
+    module = copy.deepcopy(reference)
+    cache = make_cache(module, is_scaled=is_scaled)
+    model = GpuModel(module, cache, False)
+    prompt = torch.randint(0, 211, (41,), generator=torch.Generator().manual_seed(1)).tolist()
+    step = [entry(make_sequence("a", prompt), 0, 41, 0)], StepShape(64, 0, 2, 8)
+    expected = expected_logits(reference, prompt)
+    if is_scaled:
+        expected = run(model, *step, chunks=(LongChunk(41, 0),))[0]
+    cache.tensor.fill_(255)  # in every dtype, what is no number
+    logits = run(model, *step, chunks=(LongChunk(64, 0, is_padded=True),))
+    torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_token_that_only_the_device_knows_is_taken_from_the_row_that_sampled_it() -> None:

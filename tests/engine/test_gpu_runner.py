@@ -115,6 +115,48 @@ def test_vectors_of_the_last_token_are_of_transformers_states_beside_sequences_t
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "deepseek_v3"])
+def test_whole_prompts_that_are_captured_give_the_tokens_of_transformers_and_report_their_layers(
+    family: str,
+) -> None:
+    fields = {"max_position_embeddings": 8192}
+    reference = make_family(family, **fields).cuda()
+    config = EngineConfig(
+        device="cuda", dtype="float32", block_size=16, kv_cache_gib=0.1, chunk_tokens=4096, max_batch=16
+    )
+    engine = assemble_engine(config, PagedModel(make_family(family, **fields).cuda()), SystemClock())
+    launch, groups = engine.runner.launch, []
+
+    def recorded(plan):
+        launched = launch(plan)
+        if plan.entries and plan.entries[0].num_tokens > 1:
+            groups.append([(group.first, group.count) for group in launched.layer_groups])
+            for group in launched.layer_groups:
+                group.wait()
+        return launched
+
+    engine.runner.launch = recorded
+    rng = random.Random(3)
+    texts = [[rng.randrange(211) for _ in range(length)] for length in (2048, 2049, 3000, 4096)]
+
+    async def run_one_by_one() -> list[list[int]]:
+        found = []
+        for text in texts:
+            results = await run_sequences(engine.loop, [make_sequence("a", text, 3)])
+            found.append([token.token_id for token in results["a"]])
+        return found
+
+    for text, found in zip(texts, asyncio.run(run_one_by_one()), strict=True):
+        expected = list(text)
+        for _ in range(3):
+            with torch.no_grad():
+                logits = reference(input_ids=torch.tensor([expected], device="cuda"), use_cache=False).logits
+            expected.append(int(logits[0, -1].argmax()))
+        assert found == expected[len(text) :]
+    assert groups == [[(0, 1), (1, 1)]] * len(texts)
+
+
+@pytest.mark.gpu
 def test_sequences_under_grammars_say_the_same_launched_ahead_beside_others_and_alone(tmp_path) -> None:
     vocabulary = Vocabulary.load(write_model_folder(tmp_path), VOCAB_SIZE)
     reference = make_spelling_model().cuda()

@@ -41,7 +41,9 @@ def assert_agrees(chunks: list[LongChunk], padding: int = 0, most: int = 1024) -
         cached = kv_layer[table[at // BLOCK].long(), :, at % BLOCK]
         starts.append(starts[-1] + chunk.num_tokens)
         own[:, starts[-2] : starts[-1]] = cached.transpose(0, 1)
-    found = attend_long(query, seen_heads((own[0], own[1]), kv_layer), tables, chunks, 0.3, most)
+    found = attend_long(
+        query, seen_heads((own[0], own[1]), kv_layer, tables[:, 0]), tables, chunks, 0.3, most
+    )
     starts_tensor = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     rule = AttentionRule(0.3)
@@ -157,7 +159,7 @@ def test_no_chunk_has_parts_but_those_that_plans_were_made_of(most: int, met) ->
             )
             own = torch.empty(chunk.num_tokens, 1, 16)
             tables = torch.empty(1, longest // BLOCK + 1, dtype=torch.int32)
-            seen = seen_heads((own, own), kv_layer)
+            seen = seen_heads((own, own), kv_layer, tables[:, 0])
             attend_long(torch.empty(chunk.num_tokens, 2, 16), seen, tables, [chunk], 1.0)
     assert met == planned
 
