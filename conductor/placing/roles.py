@@ -69,11 +69,6 @@ class RoleController:
         self._wanted: Role | None = None
         self._wanted_since_s = 0.0
 
-    @property
-    def demands(self) -> dict[Role, float]:
-        """How many nodes each role has work for, smoothed."""
-        return dict(self._demands)
-
     def step(self, view: ClusterView, now_s: float, waiting_s: float = 0.0) -> RoleChange | None:
         """Return what to change now, if anything. Call it every `STEP_S`.
 

@@ -1,4 +1,4 @@
-"""Take out of rows of logits what grammars do not allow: definition, launcher, kernel.
+"""Take out of rows of logits what grammars do not allow: launcher and kernel.
 
 A mask has a bit for each token, so a row of 128,256 tokens comes to the device as 16 KB. What is not allowed
 becomes minus infinity in place; what is allowed is neither read nor written.
@@ -10,17 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.sampler import mask_logits
-
 TILE = 4096
 """Number of tokens that a program looks at."""
-
-
-def mask_rows_definition(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """The readable definition; arguments as `mask_rows`, the result a copy."""
-    masked = logits.clone()
-    mask_logits(masked, rows.tolist(), masks)
-    return masked
 
 
 def mask_rows(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:

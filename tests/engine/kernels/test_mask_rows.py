@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.mask_rows import TILE, mask_rows, mask_rows_definition
+from engine.kernels.mask_rows import TILE, mask_rows
+from engine.sampler import mask_logits
 from tests.engine.kernels.paged import DEVICE
 
 
@@ -15,7 +16,8 @@ def test_tokens_without_a_bit_become_minus_infinity(vocab_size: int, dtype: torc
     rows = torch.tensor([4, 0, 2])
     words = -(-vocab_size // 32) + 1
     masks = torch.randint(-(2**31), 2**31, (3, words), generator=generator).int()
-    expected = mask_rows_definition(logits, rows, masks)
+    expected = logits.clone()
+    mask_logits(expected, rows.tolist(), masks)
     found = logits.to(DEVICE)
     mask_rows(found, rows.to(DEVICE), masks.to(DEVICE))
     assert torch.equal(found.cpu(), expected)
