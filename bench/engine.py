@@ -114,9 +114,7 @@ def _seconds(run: Callable[[], object], times: int) -> float:
 
 
 def build_bench_engine(shape: str, config: EngineConfig, same_experts: bool = False) -> Engine:
-    """Return an engine of as many ranks, and of weights and KV in the formats, as the configuration says.
-
-    On several ranks, tokens go to the experts that a random router chooses."""
+    """Return an engine of as many ranks, and of weights and KV in the formats, as the configuration says."""
     if config.tensor_parallel == 1:
         model = build_rank(shape, None, config.quantization, same_experts)
         return assemble_engine(config, model, SystemClock())
@@ -287,7 +285,10 @@ def measured(options: argparse.Namespace, engine: Engine, start_up_s: float) -> 
 
 
 def main() -> None:
-    options = make_parser().parse_args()
+    parser = make_parser()
+    options = parser.parse_args()
+    if options.same_experts and options.ranks > 1:
+        parser.error("--same-experts: one rank alone can do it")
     report = measured(options, *started(options))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base.clock import SystemClock
 from base.config import EngineConfig
+from base.errors import ConfigError
 from base.tables import from_table
 from bench.engine_shapes import SHAPES, build_model
 from engine.arrivals import ArrivingBlocks
@@ -21,12 +22,15 @@ def build_rank(
 
     Args:
         same_experts: Whether every token goes to the same experts, which a router of zeros does.
-    """
+
+    Raises ConfigError if that is asked of a model without experts."""
     module = build_model(SHAPES[shape])
     if same_experts:
-        for name, weight in module.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                weight.data.zero_()
+        routers = [weight for name, weight in module.named_parameters() if name.endswith("mlp.gate.weight")]
+        if not routers:
+            raise ConfigError(f"{shape} has no experts that tokens could be sent to")
+        for weight in routers:
+            weight.data.zero_()
     weights = quantised_weights(module, quantization)
     if group is not None:
         cut_causal_model(weights.module, group)

@@ -3,7 +3,7 @@
 A prefill node and a decode node as in `bench/handoff.py`, one request at a time, once for each way:
 
     1 group         a chunk's KV leaves when all its layers are computed
-    N groups        in N parts, each when its layers are (one rank, steps that are not captured)
+    N groups        in N parts, each when its layers are (one rank, long chunks)
     N stages        a pipeline of N ranks: each stage's layers leave when it has run the chunk
 
 Reported is the median exposed transfer, in ms and as a share of the prefill, whose bar is 3 %, and the KV
@@ -157,7 +157,7 @@ def main() -> None:
     add("--groups", type=numbers, default=(1, 4, 8))
     add("--stages", type=numbers, default=(2,))
     add("--lengths", type=numbers, default=(16_384,))
-    add("--chunk-tokens", type=int, default=8192, help="above 4096, so that steps are not captured")
+    add("--chunk-tokens", type=int, default=8192, help="of a step")
     add("--repeats", type=int, default=5)
     add("--rounds", type=int, default=3)
     add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")

@@ -9,17 +9,17 @@ There are three ladders:
 
     decode steps     sequences of one token
     mixed steps      all sequences of one token and `GRAPH_CHUNKS` chunks, none long (`long_chunks.py`)
-    whole prompts    one prompt that is a long chunk: one graph for each group of layers, so that KV leaves
-                     while later layers compute (`layer_hooks.py`); other steps are one graph
+    prompts          a long chunk that is alone and has nothing before it: one graph for each group of layers,
+                     so that KV leaves while later layers compute (`layer_hooks.py`); others are one graph
 
 Larger steps are not captured: their kernels take longer than launching them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Ladder of tokens for steps with chunks."""
 
 PROMPT_TOKENS = range(MIN_TOKENS, 4096 + 1, STEP_TOKENS)
-"""Ladder of tokens for whole prompts."""
+"""Ladder of tokens for prompts."""
 
 PROMPT_CHUNKS = 2
-"""Chunks of a step that is a whole prompt, one of them empty: of one, the compiler would make a variant."""
+"""Chunks of a prompt's step, one of them empty: of one, the compiler would make a variant."""
 
 
 def decode_ladder(max_batch: int) -> list[int]:
@@ -54,16 +54,16 @@ def decode_ladder(max_batch: int) -> list[int]:
 
 def mixed_ladder(max_tokens: int) -> list[int]:
     """Return numbers of tokens for steps with chunks, up to the first that holds `max_tokens`."""
-    smaller = [tokens for tokens in MIXED_TOKENS if tokens < max_tokens]
-    return list(MIXED_TOKENS[: len(smaller) + 1])
+    return _up_to(MIXED_TOKENS, max_tokens)
 
 
 def prompt_ladder(max_tokens: int) -> list[int]:
-    """Return numbers of tokens for whole prompts, up to the first that holds `max_tokens`."""
-    if max_tokens < MIN_TOKENS:
-        return []
-    smaller = [tokens for tokens in PROMPT_TOKENS if tokens < max_tokens]
-    return list(PROMPT_TOKENS[: len(smaller) + 1])
+    """Return numbers of tokens for prompts, up to the first that holds `max_tokens`."""
+    return _up_to(PROMPT_TOKENS, max_tokens) if max_tokens >= MIN_TOKENS else []
+
+
+def _up_to(ladder: Sequence[int], most: int) -> list[int]:
+    return list(ladder[: 1 + sum(rung < most for rung in ladder)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ class StepGraph:
 
     pieces: tuple[torch.cuda.CUDAGraph, ...]
     """One for each group of layers that is reported, and one of what follows."""
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[tuple[int, int], ...]
+    """The first layer and the number of layers of each group that is reported."""
 
 
 class StepGraphs:
@@ -84,34 +85,42 @@ class StepGraphs:
         hooks: LayerHooks,
         max_batch: int,
         max_blocks: int,
-        max_chunk: int,
+        chunk_tokens: int,
+        max_prompt: int,
     ) -> None:
         """Begin without graphs.
 
         Args:
-            run: Runs a step that lies in the step memory, and keeps its result.
-            max_chunk: Tokens of a chunk at most.
+            run: Runs a step that lies in the step memory and has these long chunks, and keeps its result.
+            chunk_tokens: Tokens of all chunks of a step at most.
+            max_prompt: Tokens of a prompt at most.
         """
         self._run = run
         self._hooks = hooks
         self._decode = [StepShape(size, size, 0, max_blocks) for size in decode_ladder(max_batch)]
         self._mixed = [
             StepShape(size, min(max_batch, size), GRAPH_CHUNKS, max_blocks)
-            for size in mixed_ladder(max_chunk + max_batch)
+            for size in mixed_ladder(chunk_tokens + max_batch)
         ]
-        self._prompts = [StepShape(size, 0, PROMPT_CHUNKS, max_blocks) for size in prompt_ladder(max_chunk)]
+        prompts = prompt_ladder(min(chunk_tokens, max_prompt))
+        self._prompts = [StepShape(size, 0, PROMPT_CHUNKS, max_blocks) for size in prompts]
         self._graphs: dict[StepShape, StepGraph] = {}
 
     def capture(self) -> None:
-        """Capture all ladders, largest first: smaller ones then fit into its memory."""
-        pool = torch.cuda.graph_pool_handle()
-        for shape in (*reversed(self._prompts), *reversed(self._mixed), *reversed(self._decode)):
-            # Once outside of the graph, for what compiles or allocates on first use.
-            self._run(shape, prompt_chunks(shape))
-            torch.cuda.synchronize()  # capture must not overlap with other work of this thread
-            self._graphs[shape] = self._captured(shape, pool)
+        """Capture all ladders, largest first: smaller ones then fit into its memory.
 
-    def _captured(self, shape: StepShape, pool: Any) -> StepGraph:
+        cuDNN's plans belong to the thread that this runs on, which must outlive the graphs."""
+        pool = torch.cuda.graph_pool_handle()
+        for shape in reversed(self._prompts):
+            chunk = LongChunk(shape.num_tokens, 0, is_padded=True)
+            self._graphs[shape] = self._captured(shape, (chunk,), pool)
+        for shape in (*reversed(self._mixed), *reversed(self._decode)):
+            self._graphs[shape] = self._captured(shape, (), pool)
+
+    def _captured(self, shape: StepShape, chunks: tuple[LongChunk, ...], pool: Any) -> StepGraph:
+        # Once outside of the graph, for what compiles or allocates on first use.
+        self._run(shape, chunks)
+        torch.cuda.synchronize()  # capture must not overlap with other work of this thread
         pieces: list[torch.cuda.CUDAGraph] = []
         with ExitStack() as piece:
 
@@ -121,15 +130,14 @@ class StepGraphs:
                 # This thread's errors alone: NCCL has a thread that looks after its events.
                 capture = torch.cuda.graph(pieces[-1], pool=pool, capture_error_mode="thread_local")
                 piece.enter_context(capture)
-                return torch.cuda.synchronize
+                return torch.cuda.synchronize  # nobody waits for what is captured
 
             begin_piece()
-            chunks = prompt_chunks(shape)
             if chunks:
                 self._hooks.begin(mark=begin_piece)
             self._run(shape, chunks)
             groups = self._hooks.end()
-        return StepGraph(tuple(pieces), groups)
+        return StepGraph(tuple(pieces), tuple((group.first, group.count) for group in groups))
 
     def shape_of(self, plan: StepPlan) -> StepShape | None:
         """Return the smallest captured shape that holds `plan`, None if none does."""
@@ -152,15 +160,8 @@ class StepGraphs:
         """Queue a step, and return the groups of layers that it reports."""
         graph = self._graphs[shape]
         groups = []
-        for piece, group in zip(graph.pieces, graph.groups, strict=False):
+        for piece, (first, count) in zip(graph.pieces, graph.groups, strict=False):
             piece.replay()
-            groups.append(replace(group, wait=mark_on_stream()))
+            groups.append(LayerGroup(first, count, mark_on_stream()))
         graph.pieces[-1].replay()
         return tuple(groups)
-
-
-def prompt_chunks(shape: StepShape) -> tuple[LongChunk, ...]:
-    """Return the chunk of a shape for whole prompts; none: it is for other steps."""
-    if shape.num_single or shape.num_chunks != PROMPT_CHUNKS:
-        return ()
-    return (LongChunk(shape.num_tokens, 0, is_padded=True),)

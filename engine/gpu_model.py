@@ -37,7 +37,7 @@ class GpuModel:
         is_compiled: False: every module as it is, for comparison.
         stage: The stage that the model was cut to; None: it is whole.
         counts: Counts the choices of experts; None: there are none, or nobody asks.
-        layer_groups: Number of groups that steps which are not captured report one by one.
+        layer_groups: Number of groups that steps with long chunks report one by one.
     """
 
     def __init__(

@@ -82,8 +82,9 @@ class GpuRunner(StepRunner):
         self._rows_of: dict[Sequence, int] = {}
         if group is None:
             self.prefix_parts = prefix_parts(model.hooks.num_layers)
-        longest = min(chunk_tokens, max_model_len)
-        self._graphs = StepGraphs(self._run_captured, model.hooks, max_batch, self._max_blocks, longest)
+        self._graphs = StepGraphs(
+            self._run_captured, model.hooks, max_batch, self._max_blocks, chunk_tokens, max_model_len
+        )
         self._graphs.capture()
 
     def begin(self) -> None:

@@ -3,8 +3,8 @@
 A long chunk's first layers are done long before its last, and their KV can leave meanwhile. So after each
 group of layers an event is recorded on the device's stream. And a prefix that is still being loaded comes
 layer by layer (`arrivals.py`): before each layer, its part is waited for. Both happen outside of what is
-compiled: the layers in the model's list are wrapped. A step that runs as CUDA graphs waits for all of a
-prefix first (`cuda_graph.py`).
+compiled: the layers in the model's list are wrapped. A step that runs as CUDA graphs is queued when all
+of its prefixes are there (`gpu_runner.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class LayerHooks:
         """Mark the groups of the step that is queued from here on, which reads these loads.
 
         Args:
-            mark: Marks them, of this step alone; None: what this was made with.
+            mark: Marks them, of this step alone; one that is captured begins its next graph there. None: what
+                this was made with.
         """
         self._groups = []
         self._arrivals = arrivals or []

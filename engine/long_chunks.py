@@ -56,7 +56,7 @@ class LongChunk(NamedTuple):
     prefix: int
     """Number of tokens before the chunk."""
     is_padded: bool = False
-    """Whether it has `num_tokens` at most: it is a whole prompt then, and alone in its step."""
+    """Whether rows at its end may be padding; it is alone in its step then, and has no prefix."""
 
 
 Seen = Callable[[slice, torch.Tensor, LongChunk], tuple[torch.Tensor, torch.Tensor]]
@@ -238,7 +238,7 @@ def seen_heads(
     def seen(rows: slice, table: torch.Tensor, chunk: LongChunk) -> tuple[torch.Tensor, torch.Tensor]:
         # Without a prefix, the keys are rows of this step; but of 8 bits, other chunks see those.
         if not chunk.prefix and scales is None:
-            return own[0][rows], own[1][rows]
+            return _ended(own[0][rows], chunk, lens), _ended(own[1][rows], chunk, lens)
         blocks = blocks_of(table, chunk, kv_layer.shape[2])
         if scales is None:
             return selected(kv_layer[:, 0], blocks), selected(kv_layer[:, 1], blocks)
@@ -273,7 +273,7 @@ def seen_latents(
 def _ended(rows: torch.Tensor, chunk: LongChunk, lens: torch.Tensor) -> torch.Tensor:
     """Return the rows of a sequence, [>= tokens, ...], with zeros after the end of a padded chunk.
 
-    Blocks there are others' or nobody's, and a weight of nought times whatever they hold may be no number."""
+    What lies there is others' or nobody's, and a weight of nought times that may be no number."""
     if not chunk.is_padded:
         return rows
     is_after = torch.arange(len(rows), device=rows.device) >= lens[0]

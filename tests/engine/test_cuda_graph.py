@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.cuda_graph import GRAPH_CHUNKS, PROMPT_CHUNKS, StepGraphs, prompt_chunks, prompt_ladder
+from engine.cuda_graph import GRAPH_CHUNKS, PROMPT_CHUNKS, StepGraphs, prompt_ladder
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import LongChunk
 from engine.step import StepEntry, StepPlan
@@ -24,8 +24,8 @@ def plan(num_single: int, *chunks: tuple[int, int]) -> StepPlan:
     return StepPlan(tuple(entries), num_single)
 
 
-def make_graphs(run=None, hooks=None, max_chunk: int = 8192) -> StepGraphs:
-    return StepGraphs(run, hooks or LayerHooks(nn.ModuleList(), 1), 64, 8, max_chunk)
+def make_graphs(run=None, hooks=None, max_prompt: int = 8192) -> StepGraphs:
+    return StepGraphs(run, hooks or LayerHooks(nn.ModuleList(), 1), 64, 8, 8192, max_prompt)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,12 @@ def test_the_ladder_of_whole_prompts_is_no_longer_than_a_chunk_can_be() -> None:
     assert prompt_ladder(2048) == [2048]
     assert prompt_ladder(3000) == [2048, 2560, 3072]
     assert prompt_ladder(100_000) == [2048, 2560, 3072, 3584, 4096]
+
+
+def test_steps_of_many_prompts_are_captured_where_a_prompt_is_short() -> None:
+    graphs = make_graphs(max_prompt=512)
+    assert graphs.shape_of(plan(0, *[(0, 400)] * 8)) == StepShape(4096, 64, GRAPH_CHUNKS, 8)
+    assert graphs.shape_of(plan(0, (0, 2048))) is None
 
 
 class RecordedGraph:
@@ -116,4 +122,3 @@ def test_a_whole_prompt_is_captured_in_pieces_and_reports_each_group_before_the_
     done.clear()
     assert graphs.replay(decode) == ()
     assert done == [*layers_done, "sample"]
-    assert prompt_chunks(decode) == ()

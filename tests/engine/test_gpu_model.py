@@ -17,7 +17,7 @@ from engine.paged_cache import PagedCache
 from engine.scaled_kv import scaled_layout
 from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
-from engine.step_memory import StepShape, StepWriter
+from engine.step_memory import StepShape, StepWriter, carve
 from tests.engine.builders import make_sequence
 from tests.engine.test_families import FAMILIES, SMALL
 
@@ -120,6 +120,36 @@ def test_a_whole_prompt_as_it_is_captured_gives_its_logits_whatever_lies_in_othe
     cache.tensor.fill_(255)  # in every dtype, what is no number
     logits = run(model, *step, chunks=(LongChunk(64, 0, is_padded=True),))
     torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_what_a_window_leaves_in_padding_reaches_no_row_of_a_captured_prompt(monkeypatch) -> None:
+    layers = ["sliding_attention", "full_attention", "full_attention"]
+    reference = make_family("gemma3_text", num_hidden_layers=3, layer_types=layers)
+    prompt = torch.randint(0, 211, (41,), generator=torch.Generator().manual_seed(1)).tolist()
+    model = make_gpu_model(copy.deepcopy(reference))
+    empty = torch.empty
+
+    def undefined(*shape, **fields) -> torch.Tensor:
+        made = empty(*shape, **fields)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", undefined)
+    chunks = (LongChunk(64, 0, is_padded=True),)
+    logits = run(model, [entry(make_sequence("a", prompt), 0, 41, 0)], StepShape(64, 0, 2, 8), chunks=chunks)
+    torch.testing.assert_close(logits[0], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
+
+
+def test_a_prompts_table_has_no_number_of_a_step_of_another_shape() -> None:
+    writer = StepWriter(4096, BLOCK_SIZE, pinned=False)
+    many = [StepEntry(make_sequence("a", range(40)), 0, 40, (91, 92, 93), True) for _ in range(3)]
+    shape, prompt = (
+        StepShape(512, 4, 4, 8),
+        StepEntry(make_sequence("b", range(64)), 0, 64, (1, 2, 3, 4), True),
+    )
+    writer.write(StepPlan(tuple(many), 0), StepShape(128, 4, 4, 8), {})
+    writer.memory[:].fill_(10**6)  # of steps of any other shape
+    views = carve(writer.write(StepPlan((prompt,), 0), shape, {}), shape)
+    assert views.chunk_tables[0].tolist() == [1, 2, 3, 4, 0, 0, 0, 0]
 
 
 def test_a_token_that_only_the_device_knows_is_taken_from_the_row_that_sampled_it() -> None:
