@@ -4,8 +4,8 @@
   if prefill nodes have time. Of those the first that decodes already, so that few have their steps bounded;
   else the one that computes the prompt, whose KV then goes nowhere.
 * Where caches are full and what they evict comes back (`copy_price.py`), a prompt that is handed over is
-  stored twice and evicts as much of others. Then the node that computes it keeps it, if a step of decoding
-  costs less than that: so a chat stays on one node.
+  stored twice and evicts as much of others. Then the node that computes it keeps it, if decoding takes less
+  from the prompts of that node: so a chat stays on one node, unless bounds are tight.
 
 Either only where its step then keeps the bounds of all who decode on it. What that takes from the node's
 prompts is predicted (`prompt_share.py`), and so those go to other nodes.
@@ -24,6 +24,7 @@ from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.prefill_policies import copy_s
+from conductor.placing.prompt_share import share_beside, step_length_s
 
 QUEUE_S = 2.0
 """A queue of so many seconds takes all of a prefill node's time."""
@@ -57,8 +58,26 @@ def lent_node(
         return None
     moved = len(request.chain) - found.decode_matched_blocks
     stored_s = moved * copy_s(view) * view.node(found.decode_node).evict_share
-    is_dear = stored_s > cost.decode_step_s(computing.decode_sequences + 1, computing.decode_context_tokens)
+    is_dear = stored_s > _taken_s(request, computing, view, cost, now_s)
     return computing if is_dear and _bears(request, computing, needed, view, cost) else None
+
+
+def _taken_s(
+    request: PlacementRequest, node: NodeState, view: ClusterView, cost: CostModel, now_s: float
+) -> float:
+    """Return the seconds of prefill that a request takes from a prefill node's prompts while it decodes.
+
+    As long as a node decodes, bounds limit its steps, and prompts have a share of them.
+    """
+    sequences, tokens = node.decode_sequences, node.decode_context_tokens
+    before = 1.0
+    if sequences:
+        step_s = cost.decode_step_s(sequences, tokens)
+        before = share_beside(step_s, step_length_s(node, step_s))
+    step_s = cost.decode_step_s(sequences + 1, tokens + request.num_tokens)
+    after = max(0.0, share_beside(step_s, bearable_s(request, node, cost)))
+    busy = min(1.0, view.prefill_demand.at(now_s) / view.prefill_mask.bit_count())
+    return view.expected_output_tokens(request.max_tokens) * step_s * max(0.0, before - after) * busy
 
 
 def bearable_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:

@@ -22,11 +22,18 @@ def prompt_share(node: NodeState, step_s: float) -> float:
 
     `step_s`: predicted seconds of a step without prompts.
     """
-    if not node.running_sequences:
-        return 1.0
-    bound_s = node.tightest_tbt_s
-    length_s = target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
+    return share_beside(step_s, step_length_s(node, step_s)) if node.running_sequences else 1.0
+
+
+def share_beside(step_s: float, length_s: float) -> float:
+    """Return the share of prompts in steps of a length, `step_s` of which are for those who decode."""
     return CHUNK_SHARE * (length_s - step_s) / length_s
+
+
+def step_length_s(node: NodeState, step_s: float) -> float:
+    """Return how long the steps of those who decode on a node may be; `step_s` as for `prompt_share`."""
+    bound_s = node.tightest_tbt_s
+    return target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
 
 
 def decode_load(node: NodeState, cost: CostModel) -> float:

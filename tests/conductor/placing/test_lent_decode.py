@@ -104,6 +104,23 @@ def test_what_would_be_stored_twice_in_full_caches_stays_where_it_is_computed():
     assert require_placement(place(request, view, COST, 0.0, FIXED)).decode_node == "d0"
 
 
+def test_what_is_stored_twice_is_handed_over_where_decoding_takes_more_of_a_busy_nodes_prompts():
+    view = without_inline(make_view(1, 1))
+    view.copy_price.restore(0.02)
+    view.node(NodeId("d0")).evict_share = 1.0
+
+    def decodes_on(bound_s):
+        request = make_request(blocks=20, max_tokens=1000, slo=Slo(tbt_slo_s=bound_s))
+        return require_placement(place(request, view, COST, 0.0, FOLLOW)).decode_node
+
+    tight_s = 1.2 * COST.decode_step_s(1, 20 * view.block_size)
+    assert decodes_on(tight_s) == "p0", "idle: there are no prompts to take from"
+    view.prefill_demand.add(1e6, 0.0)
+    assert decodes_on(tight_s) == "d0"
+    view.copy_price.restore(10.0)
+    assert decodes_on(tight_s) == "p0"
+
+
 def test_a_prompt_of_which_a_vector_is_wanted_is_lent_nothing():
     view = full_decode(make_view(1, 1))
     placement = require_placement(place(make_request(max_tokens=0), view, COST, 0.0, FOLLOW))
