@@ -92,7 +92,7 @@ class Measured:
 
     row: Row
     held_gib_s: float
-    """For each request."""
+    """GiB of KV times the seconds that they are held, in the mean of requests."""
     peak_gib: float
 
 

@@ -227,8 +227,8 @@ class StepWriter:
 
     def _write_table(self, tables: Numbers, index: int, row: int, entry: StepEntry) -> None:
         if self._rows[row] != entry.block_table:
-            # The rest of a captured prompt's table is read, and another shape had other numbers there.
             tables[index, : len(entry.block_table)] = entry.block_table
+            # The rest of a captured prompt's table is read, and another shape had other numbers there.
             tables[index, len(entry.block_table) :] = 0
             self._rows[row] = entry.block_table
 

@@ -69,12 +69,12 @@ def _taken_s(
 
     As long as a node decodes, bounds limit its steps, and prompts have a share of them.
     """
-    sequences, tokens = node.decode_sequences, node.decode_context_tokens
     before = 1.0
-    if sequences:
-        step_s = cost.decode_step_s(sequences, tokens)
+    if node.decode_sequences:
+        step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+        step_s *= view.corrections.ratio(node.info.node_id, "decode")
         before = share_beside(step_s, step_length_s(node, step_s))
-    step_s = cost.decode_step_s(sequences + 1, tokens + request.num_tokens)
+    step_s = _joined_s(request, node, view, cost)
     after = max(0.0, share_beside(step_s, bearable_s(request, node, cost)))
     busy = min(1.0, view.prefill_demand.at(now_s) / view.prefill_mask.bit_count())
     return view.expected_output_tokens(request.max_tokens) * step_s * max(0.0, before - after) * busy
@@ -124,7 +124,11 @@ def _bears(
     is_member = view.prefill_mask & ~view.decode_mask & 1 << node.slot
     if not is_member or node.free_tokens < needed or node.info.node_id in request.avoid:
         return False
+    return _joined_s(request, node, view, cost) <= bearable_s(request, node, cost)
+
+
+def _joined_s(request: PlacementRequest, node: NodeState, view: ClusterView, cost: CostModel) -> float:
+    """Return the predicted seconds of a step without prompts, once a request decodes on a node."""
     context_tokens = node.decode_context_tokens + request.num_tokens
     step_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens)
-    step_s *= view.corrections.ratio(node.info.node_id, "decode")
-    return step_s <= bearable_s(request, node, cost)
+    return step_s * view.corrections.ratio(node.info.node_id, "decode")

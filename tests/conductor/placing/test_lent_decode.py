@@ -121,6 +121,18 @@ def test_what_is_stored_twice_is_handed_over_where_decoding_takes_more_of_a_busy
     assert decodes_on(tight_s) == "p0"
 
 
+def test_a_node_that_was_learned_to_decode_slowly_takes_more_from_its_prompts():
+    view = without_inline(make_view(1, 1))
+    view.copy_price.restore(0.2)
+    view.node(NodeId("d0")).evict_share = 1.0
+    view.prefill_demand.add(1e6, 0.0)
+    loose_s = 20 * COST.decode_step_s(1, 20 * view.block_size)
+    request = make_request(blocks=20, max_tokens=1000, slo=Slo(tbt_slo_s=loose_s))
+    assert require_placement(place(request, view, COST, 0.0, FOLLOW)).decode_node == "p0"
+    view.corrections.restore("p0", "decode", 5.0)
+    assert require_placement(place(request, view, COST, 0.0, FOLLOW)).decode_node == "d0"
+
+
 def test_a_prompt_of_which_a_vector_is_wanted_is_lent_nothing():
     view = full_decode(make_view(1, 1))
     placement = require_placement(place(make_request(max_tokens=0), view, COST, 0.0, FOLLOW))
