@@ -11,7 +11,7 @@ from base.config import EngineConfig
 from base.grammar import Vocabulary
 from base.request import Pooling, SamplingParams, StopParams
 from engine.build import Engine, assemble_engine
-from engine.cuda_graph import MIXED_TOKENS, decode_ladder, mixed_ladder
+from engine.cuda_graph import MIXED_TOKENS, decode_ladder, mixed_ladder, prompt_ladder
 from engine.model import PagedModel
 from engine.sequence import Sequence
 from tests.conductor.fakes import write_model_folder
@@ -154,6 +154,59 @@ def test_whole_prompts_that_are_captured_give_the_tokens_of_transformers_and_rep
             expected.append(int(logits[0, -1].argmax()))
         assert found == expected[len(text) :]
     assert groups == [[(0, 1), (1, 1)]] * len(texts)
+
+
+WIDE = {
+    "llama": {"head_dim": 128},
+    "gemma3_text": {"head_dim": 128, "sliding_window": 512},
+    "deepseek_v3": {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}
+"""Heads of the widths of published models, which cuDNN takes."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("llama", "auto"), ("llama", "fp8"), ("gemma3_text", "auto"), ("deepseek_v3", "auto")],
+)
+def test_captured_prompts_of_bfloat16_among_other_steps_give_the_states_of_those_that_are_not(
+    family: str, kv_dtype: str, monkeypatch
+) -> None:
+    lengths = [2048, 700, 2049, 3000, 40, 4096, 3500]
+    rng = random.Random(4)
+    texts = [[rng.randrange(211) for _ in range(length)] for length in lengths]
+    tails = [[rng.randrange(211) for _ in range(17)] for _ in lengths]
+
+    def states(ladder: list[int]) -> list[torch.Tensor]:
+        monkeypatch.setattr("engine.cuda_graph.prompt_ladder", lambda most: ladder)
+        module = make_family(family, max_position_embeddings=8192, initializer_range=0.1, **WIDE[family])
+        config = EngineConfig(
+            device="cuda", block_size=16, kv_cache_gib=0.3, chunk_tokens=4096, max_batch=16, kv_dtype=kv_dtype
+        )
+        engine = assemble_engine(config, PagedModel(module.to("cuda", torch.bfloat16)), SystemClock())
+
+        async def run_all() -> list[torch.Tensor]:
+            found = []
+            for turn in range(2):
+                for at, (text, tail) in enumerate(zip(texts, tails, strict=True)):
+                    asked = make_sequence("asked", text + tail * turn, 1, pooling=Pooling.LAST)
+                    others = [make_sequence(f"{n}", tail[: 9 + n], 4) for n in range(at % 3)]
+                    await run_sequences(engine.loop, [asked])
+                    await run_sequences(engine.loop, others or [make_sequence("last", tail, 2)])
+                    found.append(torch.frombuffer(bytearray(asked.vector()), dtype=torch.float32))
+            return found
+
+        return asyncio.run(run_all())
+
+    captured, launched = states(list(prompt_ladder(4096))), states([])
+    apart = [float((a - b).norm() / b.norm()) for a, b in zip(captured, launched, strict=True)]
+    assert max(apart) < 0.02, apart
 
 
 @pytest.mark.gpu
