@@ -1,9 +1,10 @@
 """Experts on a GPU, as one operator that the compiler does not look into.
 
 transformers' experts call an implementation by a name in their configuration. Ours goes by the number of
-pairs of a token and an expert, which a compiled layer does not know: few go through the kernels of
-`kernels/grouped_experts.py`, which read the weights of the experts that are hit and nothing else, and are put
-in order by one launch; many through torch's grouped product, whose tiles suit them.
+pairs of a token and an expert, which a compiled layer does not know. The kernels for one token
+(`kernels/one_token_experts.py`) and for few pairs, which one launch puts in order
+(`kernels/grouped_experts.py`), read the weights of the experts that are hit and nothing else; many pairs go
+through torch's grouped product, whose tiles suit them.
 
 Experts that are not plain (biases, another activation or gate) keep the implementation of transformers.
 """
@@ -20,6 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
 from engine.kernels.many_pairs import Tally, added_up, gated, ordered_pairs
+from engine.kernels.one_token_experts import one_token_experts
 from engine.opaque import opaque
 from engine.tensor_parallel import ExpertShare
 
@@ -105,6 +107,8 @@ def experts(
     `choices` of no experts counts nothing."""
     hidden = hidden.contiguous()
     tally = Tally(choices, slots) if len(choices) else None
+    if len(hidden) == 1:
+        return one_token_experts(hidden, gate_up, down, chosen, weights, tally)
     if chosen.numel() <= MAX_PAIRS:
         return grouped_experts(hidden, gate_up, down, chosen, weights, tally=tally)
     if hidden.dtype != torch.bfloat16:
