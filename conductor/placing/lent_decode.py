@@ -24,7 +24,7 @@ from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.prefill_policies import copy_s
-from conductor.placing.prompt_share import share_beside, step_length_s
+from conductor.placing.prompt_share import share_beside, share_when_begun
 
 QUEUE_S = 2.0
 """A queue of so many seconds takes all of a prefill node's time."""
@@ -71,9 +71,7 @@ def _taken_s(
     """
     before = 1.0
     if node.decode_sequences:
-        step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
-        step_s *= view.corrections.ratio(node.info.node_id, "decode")
-        before = share_beside(step_s, step_length_s(node, step_s))
+        before = share_when_begun(node, cost, view.corrections.ratio(node.info.node_id, "decode"))
     step_s = _joined_s(request, node, view, cost)
     after = max(0.0, share_beside(step_s, bearable_s(request, node, cost)))
     busy = min(1.0, view.prefill_demand.at(now_s) / view.prefill_mask.bit_count())

@@ -17,7 +17,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
-from conductor.placing.prompt_share import LEAST_SHARE, prompt_share
+from conductor.placing.prompt_share import LEAST_SHARE, share_when_begun
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Group
 
@@ -269,8 +269,8 @@ def fetching_candidate(
 def _beside_lent(found: PrefillChoice, view: ClusterView, cost: CostModel) -> PrefillChoice:
     """Return what it takes beside the sequences that decode on a prefill node."""
     node = view.node_at(found.slot)
-    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
-    share = max(LEAST_SHARE, prompt_share(node, step_s * view.corrections.ratio(node.info.node_id, "decode")))
+    ratio = view.corrections.ratio(node.info.node_id, "decode")
+    share = max(LEAST_SHARE, share_when_begun(node, cost, ratio))
     beside = PrefillChoice(
         found.slot,
         found.local_blocks,

@@ -25,6 +25,18 @@ def prompt_share(node: NodeState, step_s: float) -> float:
     return share_beside(step_s, step_length_s(node, step_s)) if node.running_sequences else 1.0
 
 
+def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
+    """Return the share of a prefill node's time that a prompt will have which is placed there now.
+
+    All who are to decode there will have begun when its turn comes: their prompts are before it.
+
+    Args:
+        ratio: How much longer the node's steps take than predicted.
+    """
+    step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio
+    return share_beside(step_s, step_length_s(node, step_s))
+
+
 def share_beside(step_s: float, length_s: float) -> float:
     """Return the share of prompts in steps of a length, `step_s` of which are for those who decode."""
     return CHUNK_SHARE * (length_s - step_s) / length_s

@@ -80,6 +80,17 @@ def test_what_decodes_on_a_prefill_node_slows_its_prompts_in_the_prediction():
     assert view.lent_mask == 0
 
 
+def test_a_prompt_is_predicted_beside_those_who_will_have_begun_to_decode_before_it():
+    view = full_decode(make_view(1, 1))
+    placed(view, make_request("a"))
+    assert (view.node(NodeId("p0")).running_sequences, view.lent_mask) == (0, 1)
+    second = require_placement(place(make_request("b", first_block=500), view, COST, 0.0, FOLLOW))
+    assert second.prompt_share < 1
+    view.prefill_done(RequestId("a"), 1.0)
+    third = require_placement(place(make_request("b", first_block=500), view, COST, 1.0, FOLLOW))
+    assert third.prompt_share == pytest.approx(second.prompt_share, rel=0.01)
+
+
 def test_few_prefill_nodes_lend_so_that_others_have_all_their_time():
     view = full_decode(make_view(3, 1))
     for number in range(4):
