@@ -165,8 +165,9 @@ async def test_what_is_sooner_computed_is_not_loaded():
         await one.saved(2)
         slow = EngineStore(one.engine, LAYOUT, one.mover, one.node.store, 1e9, TickingClock())
         slow.computed(1000, 0.1)
-        assert await slow.reach(chain_of("ab"), 0) == 2
-        assert await slow.load(chain_of("ab"), [6, 7], 0) == 2
+        for _ in range(2):
+            assert await slow.reach(chain_of("ab"), 0) == 2
+            assert await slow.load(chain_of("ab"), [6, 7], 0) == 2
         assert await slow.reach(chain_of("ab"), 0) == 0
 
 

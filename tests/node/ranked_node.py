@@ -130,6 +130,9 @@ async def asked_node(folder, tensor, stages, name="node"):
                 node_store(config, built, kv, segment, agent, clock, metrics) as beside,
                 asyncio.TaskGroup() as group,
             ):
+                # What takes longer than computing is not loaded, and on a busy machine anything may: so
+                # nobody learns here what computing takes.
+                beside.computed = lambda num_tokens, seconds: None
                 running = [group.create_task(built.loop.run()), group.create_task(beside.run())]
                 own = own_cache(built, segment, agent, beside)
                 node = AskedNode(built, agent, kv, beside, own, group, clock)
