@@ -22,6 +22,7 @@ from typing import Any
 
 from base.errors import InvalidRequestError, RejectedError
 from base.request import Role, Slo
+from base.uninterrupted import uninterrupted
 from conductor.placing.cluster_view import ClusterView
 from conductor.serving.traffic import Traffic, measured, trace_lines
 
@@ -84,7 +85,8 @@ class Replays:
                 with tempfile.TemporaryDirectory(prefix="conductor-replay-") as name:
                     path = Path(name) / ("dropped.csv" if _is_table(trace) else "dropped.jsonl")
                     lines = [trace] if trace else trace_lines(records, self._block_size)
-                    await asyncio.to_thread(_write, path, lines)
+                    # whoever leaves meanwhile: the folder is deleted after its last file was made
+                    await uninterrupted(asyncio.to_thread(_write, path, lines))
                     paces = {} if trace else self._paces()
                     runs = [
                         await self._one(path, each, (*bounds, *extra), slow_nodes(each, paces))

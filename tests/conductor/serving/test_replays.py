@@ -6,6 +6,8 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -245,6 +247,30 @@ async def test_a_replay_past_its_time_is_ended(monkeypatch):
     monkeypatch.setattr(module, "WALL_S", 0.0)
     with pytest.raises(InvalidRequestError, match="longer than"):
         await replays_of().run(ROWS, ["1P1D"], [])
+
+
+async def test_the_folder_of_who_leaves_while_it_is_written_is_deleted_afterwards(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loop, begun, may_write = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    write, had_folder = module._write, []
+
+    def slowly(path, lines):
+        loop.call_soon_threadsafe(begun.set)
+        assert may_write.wait(60)
+        had_folder.append(path.parent.exists())
+        write(path, lines)
+
+    monkeypatch.setattr(module, "_write", slowly)
+    running = asyncio.create_task(replays_of().run(ROWS, ["1P1D"], []))
+    await begun.wait()
+    running.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    may_write.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert had_folder == [True]
+    assert not list(tmp_path.iterdir())
 
 
 async def test_one_runs_at_a_time_bounded_and_a_client_that_leaves_ends_it(monkeypatch):
