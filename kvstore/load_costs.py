@@ -33,9 +33,10 @@ class LoadCosts:
             self._compute_s = _mixed(self._compute_s, seconds / num_tokens)
 
     def loaded(self, place: str, num_blocks: int, seconds: float) -> None:
-        """Learn from a load; one that brought nothing cost its seconds all the same."""
+        """Learn from a load; one that brought nothing cost its seconds all the same, and was not quick."""
         _, before_s = self._load_s.get(place, UNTRIED)
-        self._load_s[place] = before_s, seconds / max(1, num_blocks)
+        newest_s = seconds / num_blocks if num_blocks else max(seconds, before_s)
+        self._load_s[place] = before_s, newest_s
 
     def is_worth(self, place: str) -> bool:
         """Return whether blocks should be loaded from `place` rather than computed."""

@@ -28,7 +28,8 @@ def prompt_share(node: NodeState, step_s: float) -> float:
 def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
     """Return the share of a prefill node's time that a prompt will have which is placed there now.
 
-    All who are to decode there will have begun when its turn comes: their prompts are before it.
+    Most who are to decode there will have begun when its turn comes: their prompts are before it. Where
+    another node computes them they may come later, and the prompt is predicted too long.
 
     Args:
         ratio: How much longer the node's steps take than predicted.

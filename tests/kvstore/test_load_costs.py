@@ -45,6 +45,13 @@ def test_a_load_that_brought_nothing_cost_its_seconds():
     assert after_two(costs(), "elsewhere", 0, 2.0) == PASSED_OVER
 
 
+def test_a_load_that_soon_brought_nothing_does_not_make_a_slow_place_quick():
+    learned = costs()
+    learned.loaded("elsewhere", 1, 60.0)
+    learned.loaded("elsewhere", 0, 0.001)
+    assert not learned.is_worth("elsewhere")
+
+
 def test_a_place_that_was_slow_once_is_tried_again():
     learned = costs()
     assert after_two(learned, "disk", 1, 0.2) == PASSED_OVER
