@@ -22,7 +22,7 @@ def prompt_share(node: NodeState, step_s: float) -> float:
 
     `step_s`: predicted seconds of a step without prompts.
     """
-    return share_beside(step_s, step_length_s(node, step_s)) if node.running_sequences else 1.0
+    return _share(node, step_s) if node.running_sequences else 1.0
 
 
 def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
@@ -34,8 +34,7 @@ def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
     Args:
         ratio: How much longer the node's steps take than predicted.
     """
-    step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio
-    return share_beside(step_s, step_length_s(node, step_s))
+    return _share(node, cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio)
 
 
 def share_beside(step_s: float, length_s: float) -> float:
@@ -43,10 +42,9 @@ def share_beside(step_s: float, length_s: float) -> float:
     return CHUNK_SHARE * (length_s - step_s) / length_s
 
 
-def step_length_s(node: NodeState, step_s: float) -> float:
-    """Return how long the steps of those who decode on a node may be; `step_s` as for `prompt_share`."""
+def _share(node: NodeState, step_s: float) -> float:
     bound_s = node.tightest_tbt_s
-    return target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
+    return share_beside(step_s, target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s)
 
 
 def decode_load(node: NodeState, cost: CostModel) -> float:

@@ -85,7 +85,7 @@ class Replays:
                 with tempfile.TemporaryDirectory(prefix="conductor-replay-") as name:
                     path = Path(name) / ("dropped.csv" if _is_table(trace) else "dropped.jsonl")
                     lines = [trace] if trace else trace_lines(records, self._block_size)
-                    # whoever leaves meanwhile: the folder is deleted after its last file was made
+                    # whoever leaves meanwhile, the folder is deleted when the thread has made its file
                     await uninterrupted(asyncio.to_thread(_write, path, lines))
                     paces = {} if trace else self._paces()
                     runs = [

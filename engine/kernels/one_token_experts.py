@@ -39,7 +39,8 @@ def one_token_experts(
     Raises ValueError for a shape or stride that the kernels do not take."""
     (num_tokens, hidden), (num_experts, _, inner), chosen = row.shape, down.shape, experts.shape[1]
     if num_tokens != 1 or experts.shape != weights.shape or len(experts) != 1:
-        raise ValueError(f"one token has no experts {tuple(experts.shape)} of {num_tokens} rows")
+        shapes = f"{num_tokens} rows, experts {tuple(experts.shape)} and weights {tuple(weights.shape)}"
+        raise ValueError(f"{shapes} are not of one token")
     if gate_up.shape != (num_experts, 2 * inner, hidden) or down.shape[1] != hidden:
         raise ValueError(
             f"experts {tuple(gate_up.shape)} and {tuple(down.shape)} do not fit a row of {hidden}"
