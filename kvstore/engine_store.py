@@ -131,10 +131,17 @@ class EngineStore:
         first: int,
         stripes: Stripes | None = None,
     ) -> int:
-        """Load blocks `first` and on into the engine's `block_ids`; return how many came, all right."""
+        """Load blocks `first` and on into the engine's `block_ids`; return how many came, all right.
+
+        A load that raises or is cancelled teaches what its seconds say: a place that hangs is left, too.
+        """
         place = self._place(chain)
         began_at_s = self._clock.now_s()
-        count = await self._mover.load(chain, block_ids, first, stripes)
+        try:
+            count = await self._mover.load(chain, block_ids, first, stripes)
+        except BaseException:
+            self._costs.ended_early(place, len(chain) - first, self._clock.now_s() - began_at_s)
+            raise
         self._costs.loaded(place, count, self._clock.now_s() - began_at_s)
         self.num_loaded += count
         return count

@@ -38,6 +38,11 @@ class LoadCosts:
         newest_s = seconds / num_blocks if num_blocks else max(seconds, before_s)
         self._load_s[place] = before_s, newest_s
 
+    def ended_early(self, place: str, num_blocks: int, seconds: float) -> None:
+        """Learn from a load of `num_blocks` that failed or was cancelled: none came sooner than its share."""
+        _, before_s = self._load_s.get(place, UNTRIED)
+        self._load_s[place] = before_s, max(seconds / num_blocks, before_s)
+
     def is_worth(self, place: str) -> bool:
         """Return whether blocks should be loaded from `place` rather than computed."""
         before_s, newest_s = self._load_s.get(place, UNTRIED)

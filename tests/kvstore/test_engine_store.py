@@ -171,6 +171,30 @@ async def test_what_is_sooner_computed_is_not_loaded():
         assert await slow.reach(chain_of("ab"), 0) == 0
 
 
+class Unending:
+    """A way into the block cache that finds all and never loads any of it."""
+
+    async def match(self, chain):
+        return len(chain)
+
+    async def load(self, *args):
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_a_place_whose_loads_hang_until_they_are_cancelled_is_left():
+    async with beside() as one:
+        hung = EngineStore(one.engine, LAYOUT, Unending(), one.node.store, 1e9, TickingClock())
+        hung.computed(1000, 0.1)
+        for _ in range(2):
+            assert await hung.reach(chain_of("ab"), 0) == 2
+            loading = asyncio.ensure_future(hung.load(chain_of("ab"), [6, 7], 0))
+            await asyncio.sleep(0)
+            loading.cancel()
+            await asyncio.wait([loading])
+            assert loading.cancelled()
+        assert await hung.reach(chain_of("ab"), 0) == 0
+
+
 # --- beside a GPU ------------------------------------------------------------------------
 
 

@@ -52,6 +52,28 @@ def test_a_load_that_soon_brought_nothing_does_not_make_a_slow_place_quick():
     assert not learned.is_worth("elsewhere")
 
 
+def test_a_place_whose_loads_hang_until_they_are_cancelled_is_passed_over():
+    learned = costs()
+    for _ in range(2):
+        assert learned.is_worth("elsewhere")
+        learned.ended_early("elsewhere", 100, 60.0)
+    assert not learned.is_worth("elsewhere")
+
+
+def test_a_load_that_its_client_soon_cancels_says_nothing_about_a_place():
+    learned = costs()
+    for _ in range(2):
+        learned.ended_early("elsewhere", 100, 1.0)
+    assert learned.is_worth("elsewhere")
+
+
+def test_a_load_that_soon_fails_does_not_make_a_slow_place_quick():
+    learned = costs()
+    learned.loaded("elsewhere", 1, 60.0)
+    learned.ended_early("elsewhere", 100, 0.001)
+    assert not learned.is_worth("elsewhere")
+
+
 def test_a_place_that_was_slow_once_is_tried_again():
     learned = costs()
     assert after_two(learned, "disk", 1, 0.2) == PASSED_OVER
