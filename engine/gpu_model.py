@@ -138,7 +138,7 @@ class HeadsRead(NamedTuple):
     groups: int
     """Groups of query heads that read KV once for all of them."""
     programs: int
-    """Among which the contexts of a step's sequences are divided."""
+    """Number of programs among which the contexts of a step's sequences are divided."""
     widths: tuple[int, int, int]
     """Heads, and numbers of K and of V in each, as long chunks are attended to."""
 
