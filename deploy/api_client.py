@@ -1,8 +1,9 @@
 """The conductor's HTTP API, as the command line needs it: the standard library suffices.
 
-An address is `host:port`, or `https://host:port`; who signed the server's certificate is then
-said by the environment, as for all programs of OpenSSL: SSL_CERT_FILE. The API key, where one
-is needed, is CONDUCTOR_API_KEY there: not an argument, which every user of the host can read.
+An address is `host:port`, or `https://host:port`, with or without a client's `/v1`; who signed
+the server's certificate is then said by the environment, as for all programs of OpenSSL:
+SSL_CERT_FILE. The API key, where one is needed, is CONDUCTOR_API_KEY there: not an argument,
+which every user of the host can read.
 
 Calls block. `ChatStream.close` may be called from another thread, to end a call that is
 waiting: the server then sees its client leave.
@@ -31,8 +32,12 @@ class ApiError(Exception):
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Return http or https, and `host:port`."""
+    """Return http or https, and `host:port`; raises ApiError for what is no address."""
     scheme, found, bare = address.rpartition("://")
+    bare = bare.rstrip("/").removesuffix("/v1")
+    host, _, port = bare.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise ApiError(f"--address: host:port of the conductor's HTTP API is wanted, not {address!r}")
     return (scheme if found else "http"), bare
 
 

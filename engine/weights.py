@@ -10,6 +10,7 @@ ends with status 1 and one line on standard error when the file cannot be read.
 
 from __future__ import annotations
 
+import struct
 import sys
 from pathlib import Path
 
@@ -30,7 +31,10 @@ from base.errors import ConfigError
 from engine.published_weights import published_format
 from engine.stored_linears import stored_config
 
-LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
+LOAD_ERRORS = (
+    *(OSError, ValueError, ImportError, KeyError, RuntimeError, OverflowError),
+    *(SafetensorError, struct.error),
+)
 """Errors of transformers for a folder or file that it cannot read."""
 
 

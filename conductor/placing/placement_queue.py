@@ -188,7 +188,8 @@ class PlacementQueue:
         """
         place = self.places[request_id]
         if now_s >= place.give_up_at_s:
-            return DeadlineError(f"request {request_id} ran out of time before it was placed")
+            reason = "before it was placed: server.request_timeout_s, or its own deadline"
+            return DeadlineError(f"request {request_id} ran out of time {reason}")
         if now_s >= place.first_token_by_s:
             return SloUnreachableError("the first token was due before the request could be placed")
         if has_stood:

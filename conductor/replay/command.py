@@ -115,8 +115,9 @@ def run_all(
         ran: Takes each finished cluster.
     """
     slo, runs = slo_of(args), []
-    if args.requests:
-        require_writable(args.requests)
+    for option, path in (("--requests", args.requests), ("--report", args.report)):
+        if path:
+            require_writable(option, path)
     for policy in policies:
         plan = (make_plan or plan_of)(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import os
 from operator import itemgetter
 from pathlib import Path
 
@@ -31,8 +32,10 @@ COLUMNS = {
 """Each column's name, and what it holds by Arrow's word for it."""
 
 
-def require_writable(path: Path) -> None:
-    """Raise ConfigError where the rows cannot be written under that name."""
+def require_writable(option: str, path: Path) -> None:
+    """Raise ConfigError where a run's results cannot be written under the name that an option gave."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: no file can be written there")
     if path.suffix != ".parquet":
         return
     try:
@@ -40,7 +43,7 @@ def require_writable(path: Path) -> None:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
-            f"--requests {path}: {error}; pip install 'conductor-cluster[parquet]', or name a .csv file"
+            f"{option} {path}: {error}; pip install 'conductor-cluster[parquet]', or name a .csv file"
         ) from error
 
 

@@ -233,7 +233,8 @@ class RequestState:
         return asyncio.get_running_loop().call_later(self._remaining_s(), self._run_out, self.mailbox)
 
     def _run_out(self, mailbox: Mailbox) -> None:
-        reason = f"request {self.request.request_id} ran out of time"
+        limits = "server.request_timeout_s, or its own deadline; max_tokens bounds an answer"
+        reason = f"request {self.request.request_id} ran out of time: {limits}"
         mailbox.put(Failed(self.attempt_id, DeadlineError.__name__, reason))
 
     def finish_of_first(self, prefilled: Prefilled) -> FinishReason | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy import calculator, cli
-from deploy.api_client import ApiError, ChatStream, read_json
+from deploy.api_client import ApiError, ChatStream, read_json, split_address
 from deploy.calculator import result_of
 from deploy.chat import CALM_TEMPERATURE
 
@@ -184,3 +184,16 @@ def test_the_version_is_said(capsys):
         cli.main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"conductor {version('conductor-cluster')}\n"
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:8000", "http://127.0.0.1:8000", "127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1/"]
+)
+def test_a_base_address_of_clients_is_taken_as_well(address):
+    assert split_address(address) == ("http", "127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("address", ["50051", "localhost", "127.0.0.1:8000/v2", "127.0.0.1:x", ""])
+def test_what_is_no_address_is_refused_by_name(address):
+    with pytest.raises(ApiError, match=r"--address: host:port .* is wanted, not "):
+        split_address(address)

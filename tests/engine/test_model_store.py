@@ -1,6 +1,7 @@
 """A reference becomes a folder that loads, or one line that says what is missing."""
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -120,9 +121,19 @@ def test_a_reference_to_nothing_is_refused(tmp_path: Path, reference: str) -> No
         prepare(reference, tmp_path / "cache", heard)
 
 
-def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rest",
+    [
+        bytes(100),
+        b"",
+        struct.pack("<IQQ", 3, 0, 2**63 - 1),
+        struct.pack("<IQQQ", 3, 0, 1, 2**63 - 1),
+    ],
+    ids=["zeros", "cut after its mark", "keys that are not there", "a key as long as memory"],
+)
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path, rest: bytes) -> None:
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(100))
+    broken.write_bytes(b"GGUF" + rest)
     with pytest.raises(ConfigError, match=r"broken\.gguf: the GGUF file cannot be read"):
         convert_gguf(broken, tmp_path / "model")
     assert not (tmp_path / "model").exists()

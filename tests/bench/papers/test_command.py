@@ -256,6 +256,16 @@ def test_parquet_has_the_rows_of_the_csv(trace_file, tmp_path) -> None:
     assert [node or "" for node in table["prefill_node"]] == [row["prefill_node"] for row in rows]
 
 
+@pytest.mark.parametrize("option", ["--report", "--requests"])
+@pytest.mark.parametrize("name", ["missing/x.csv", "."])
+def test_results_that_could_not_be_written_are_refused_before_a_run(
+    trace_file, tmp_path, monkeypatch, capsys, option, name
+) -> None:
+    monkeypatch.setattr("conductor.replay.command.simulate", pytest.fail)
+    assert main([str(trace_file), "--nodes", "2P1D", option, str(tmp_path / name)]) == 2
+    assert f"{option} {tmp_path / name}: no file can be written there" in capsys.readouterr().err
+
+
 def test_parquet_without_pyarrow_names_the_extra(trace_file, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
