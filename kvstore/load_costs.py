@@ -41,7 +41,7 @@ class LoadCosts:
     def ended_early(self, place: str, num_blocks: int, seconds: float) -> None:
         """Learn from a load of `num_blocks` that failed or was cancelled: none came sooner than its share."""
         _, before_s = self._load_s.get(place, UNTRIED)
-        self._load_s[place] = before_s, max(seconds / num_blocks, before_s)
+        self._load_s[place] = before_s, max(seconds / max(1, num_blocks), before_s)
 
     def is_worth(self, place: str) -> bool:
         """Return whether blocks should be loaded from `place` rather than computed."""

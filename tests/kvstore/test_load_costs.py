@@ -74,6 +74,13 @@ def test_a_load_that_soon_fails_does_not_make_a_slow_place_quick():
     assert not learned.is_worth("elsewhere")
 
 
+def test_a_load_of_nothing_that_fails_costs_its_seconds():
+    learned = costs()
+    for _ in range(2):
+        learned.ended_early("elsewhere", 0, 60.0)
+    assert not learned.is_worth("elsewhere")
+
+
 def test_a_place_that_was_slow_once_is_tried_again():
     learned = costs()
     assert after_two(learned, "disk", 1, 0.2) == PASSED_OVER
