@@ -34,9 +34,11 @@ class LoadCosts:
 
     def loaded(self, place: str, num_blocks: int, seconds: float) -> None:
         """Learn from a load; one that brought nothing cost its seconds all the same, and was not quick."""
+        if not num_blocks:
+            self.ended_early(place, 1, seconds)
+            return
         _, before_s = self._load_s.get(place, UNTRIED)
-        newest_s = seconds / num_blocks if num_blocks else max(seconds, before_s)
-        self._load_s[place] = before_s, newest_s
+        self._load_s[place] = before_s, seconds / num_blocks
 
     def ended_early(self, place: str, num_blocks: int, seconds: float) -> None:
         """Learn from a load of `num_blocks` that failed or was cancelled: none came sooner than its share."""

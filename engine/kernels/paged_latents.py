@@ -89,7 +89,7 @@ def decode_latents(
         latent_query, rotary_query: [num_seqs, num_heads, rank] and [..., rotary_dim], the last contiguous.
         block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are not read.
         context_lens: [num_seqs] int32; 0 marks padding, whose output is zeros.
-        parts: `decode_parts` of `context_lens`, the number of head groups and of programs; None: made here.
+        parts: `decode_parts` of `context_lens`, `head_groups` and `DECODE_PROGRAMS`; None: made here.
         output: Written, contiguous; None allocates.
 
     Raises ValueError for a shape, stride or dtype that the kernel does not take."""

@@ -1,5 +1,7 @@
 """A node loads what it has found to be sooner loaded than computed, and tries again what was slow."""
 
+import pytest
+
 from kvstore.load_costs import LoadCosts
 
 
@@ -45,40 +47,27 @@ def test_a_load_that_brought_nothing_cost_its_seconds():
     assert after_two(costs(), "elsewhere", 0, 2.0) == PASSED_OVER
 
 
-def test_a_load_that_soon_brought_nothing_does_not_make_a_slow_place_quick():
+@pytest.mark.parametrize("num_asked", [0, 100])
+def test_a_load_that_soon_ends_with_nothing_does_not_make_a_slow_place_quick(num_asked):
     learned = costs()
     learned.loaded("elsewhere", 1, 60.0)
+    learned.ended_early("elsewhere", num_asked, 0.001)
+    assert not learned.is_worth("elsewhere")
     learned.loaded("elsewhere", 0, 0.001)
     assert not learned.is_worth("elsewhere")
 
 
-def test_a_place_whose_loads_hang_until_they_are_cancelled_is_passed_over():
+@pytest.mark.parametrize(
+    ("num_asked", "seconds", "is_worth"), [(100, 60.0, False), (0, 60.0, False), (100, 1.0, True)]
+)
+def test_loads_that_hang_are_passed_over_and_those_that_a_client_soon_leaves_say_nothing(
+    num_asked, seconds, is_worth
+):
     learned = costs()
     for _ in range(2):
         assert learned.is_worth("elsewhere")
-        learned.ended_early("elsewhere", 100, 60.0)
-    assert not learned.is_worth("elsewhere")
-
-
-def test_a_load_that_its_client_soon_cancels_says_nothing_about_a_place():
-    learned = costs()
-    for _ in range(2):
-        learned.ended_early("elsewhere", 100, 1.0)
-    assert learned.is_worth("elsewhere")
-
-
-def test_a_load_that_soon_fails_does_not_make_a_slow_place_quick():
-    learned = costs()
-    learned.loaded("elsewhere", 1, 60.0)
-    learned.ended_early("elsewhere", 100, 0.001)
-    assert not learned.is_worth("elsewhere")
-
-
-def test_a_load_of_nothing_that_fails_costs_its_seconds():
-    learned = costs()
-    for _ in range(2):
-        learned.ended_early("elsewhere", 0, 60.0)
-    assert not learned.is_worth("elsewhere")
+        learned.ended_early("elsewhere", num_asked, seconds)
+    assert learned.is_worth("elsewhere") is is_worth
 
 
 def test_a_place_that_was_slow_once_is_tried_again():
