@@ -152,9 +152,11 @@ async def run_row(row: Row, worker: Worker, repeats: int) -> Outcome:
 
 
 async def run_rows(
-    options: argparse.Namespace, engine: Engine
+    options: argparse.Namespace, engine: Engine, keep: Callable[[list[Outcome]], None]
 ) -> tuple[list[Outcome], dict[str, float], list[StepProfile]]:
-    """Return the rows, milliseconds of a step for each sampling, and profiles, as the options ask for."""
+    """Return the rows, milliseconds of a step for each sampling, and profiles, as the options ask for.
+
+    `keep` is called with the rows so far after each of them: a run that is cut off loses one row."""
     prompts = Prompts(engine.vocab_size, 0)
     formats = options.quantization, options.kv_dtype
     work = work_of(SHAPES[options.model], options.ranks, *formats)
@@ -165,6 +167,7 @@ async def run_rows(
             if not options.rows or any(name in row.workload for name in options.rows):
                 outcomes.append(await run_row(row, driver, options.repeats))
                 print_table(outcomes[-1:])
+                keep(outcomes)
         is_asked = not options.rows or "sampling" in options.rows
         sampled_ms = await sampling_ms(driver, options.repeats) if is_asked else {}
         profiles = [await step_profile(driver, batch) for batch in options.profile]
@@ -247,7 +250,10 @@ def started(options: argparse.Namespace) -> tuple[Engine, float]:
 def measured(options: argparse.Namespace, engine: Engine, start_up_s: float) -> dict[str, Any]:
     """Measure and print what the options ask for; return the report."""
     launches = LaunchTimes(engine.runner)
-    outcomes, sampled_ms, profiles = asyncio.run(run_rows(options, engine))
+    about = about_engine(options, engine, start_up_s)
+    outcomes, sampled_ms, profiles = asyncio.run(
+        run_rows(options, engine, lambda rows: write(options, about | rows_of_report(rows)))
+    )
     card = measure_card()
     print(
         f"this card: {card.gemm_tflops:.0f} TFLOP/s, {card.sustained_gemm_tflops:.0f} sustained, "
@@ -261,6 +267,18 @@ def measured(options: argparse.Namespace, engine: Engine, start_up_s: float) -> 
     print_table(outcomes)
     for profile in profiles:
         print_profile(profile)
+    return about | {
+        "card": asdict(card),
+        "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "launch_cpu_ms": 1e3 * launch_s,
+        "sampling_step_ms_at_256": sampled_ms,
+        **rows_of_report(outcomes),
+        "profiles": [asdict(profile) for profile in profiles],
+    }
+
+
+def about_engine(options: argparse.Namespace, engine: Engine, start_up_s: float) -> dict[str, Any]:
+    """Return what the report says of the engine, its versions and its start."""
     return {
         "model": options.model,
         "quantization": options.quantization,
@@ -271,17 +289,22 @@ def measured(options: argparse.Namespace, engine: Engine, start_up_s: float) -> 
         "transformers": version("transformers"),
         "commit": options.commit or current_commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-        "card": asdict(card),
         "start_up_s": start_up_s,
-        "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "launch_cpu_ms": 1e3 * launch_s,
         "ranks": options.ranks,
         "chunk_tokens": options.chunk_tokens,
         "logits_off_by": engine.quantization.error,
-        "sampling_step_ms_at_256": sampled_ms,
-        "rows": [asdict(outcome) for outcome in outcomes],
-        "profiles": [asdict(profile) for profile in profiles],
     }
+
+
+def rows_of_report(outcomes: list[Outcome]) -> dict[str, Any]:
+    return {"rows": [asdict(outcome) for outcome in outcomes]}
+
+
+def write(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Write the report where `--out` says, if it does."""
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
@@ -289,10 +312,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.same_experts and options.ranks > 1:
         parser.error("--same-experts: one rank alone can do it")
-    report = measured(options, *started(options))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(options, measured(options, *started(options)))
 
 
 if __name__ == "__main__":
