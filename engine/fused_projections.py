@@ -21,6 +21,7 @@ from engine.kernels.nibble_product import nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import few_rows_product, written_out
 from engine.kernels.round_rows import round_rows
+from engine.kernels.rounded_product import is_rounded_faster, rounded_product
 from engine.kernels.shared_sums import part_counters
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
@@ -39,7 +40,7 @@ WIDE = 100_000
 
 
 MAX_UNROUNDED_ROWS = 16
-"""Number of rows up to which the kernel is as fast as `torch._scaled_mm` on rows of 8-bit floats."""
+"""Number of rows up to which the kernel for rows as they are is as fast as those for rows of 8-bit floats."""
 
 
 class Product(nn.Module):
@@ -138,6 +139,8 @@ def quantized_product(
         return few_rows_product(rows, levels, scales, zeros, group, counters)
     if by_channels:
         rounded, steps = round_rows(rows)
+        if is_rounded_faster(rounded, levels):
+            return rounded_product(rounded, steps, levels, scales, counters, rows.dtype)
         return torch._scaled_mm(
             rounded, levels.t(), steps, scales.t(), out_dtype=rows.dtype, use_fast_accum=True
         )

@@ -12,7 +12,13 @@ from triton.compiler import ASTSource
 
 torch.cuda.is_available = lambda: True  # kernels are as they are on a GPU
 
-from engine.kernels import grouped_experts, many_pairs, nibble_product, quantized_product  # noqa: E402 after the line above
+from engine.kernels import (  # noqa: E402 after the line above
+    grouped_experts,
+    many_pairs,
+    nibble_product,
+    quantized_product,
+    rounded_product,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 SIZES = dict.fromkeys(("num_rows", "out_features", "in_features", "num_groups"), "i32")
@@ -49,6 +55,12 @@ def main() -> None:
                 quantized_product._few_rows, weight | SHARED | SIZES,
                 ROWS=16, COLUMNS=64, PARTS=parts, STEP=group or 128, GROUP=group, HAS_ZEROS=has_zeros,
             )  # fmt: skip
+        sides = {"rows": "*fp8e4nv", "row_scales": "*fp32", "levels": "*fp8e4nv", "scales": "*fp32"}
+        compile_kernel(
+            rounded_product._rounded_rows,
+            sides | SHARED | dict.fromkeys(("num_rows", "out_features", "in_features"), "i32"),
+            ROWS=64, COLUMNS=64, PARTS=parts, STEP=256,
+        )  # fmt: skip
         nibbles = {"rows": "*bf16", "levels": "*u8", "grid": "*i32"} | SHARED
         nibbles |= dict.fromkeys(("num_rows", "out_features", "in_features"), "i32")
         compile_kernel(
