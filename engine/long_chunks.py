@@ -26,8 +26,8 @@ import torch
 from torch.nn.functional import pad
 
 from engine.kernels.merge_part import merge_part
+from engine.kernels.read_scaled import read_scaled
 from engine.latent_attention import expanded
-from engine.scaled_kv import plain
 from engine.step import StepEntry, StepPlan
 
 MIN_TOKENS = 2048
@@ -242,12 +242,8 @@ def seen_heads(
         blocks = blocks_of(table, chunk, kv_layer.shape[2])
         if scales is None:
             return selected(kv_layer[:, 0], blocks), selected(kv_layer[:, 1], blocks)
-        factors = scales.index_select(0, blocks)
-        keys, values = (
-            plain(selected(kv_layer[:, which], blocks, False), factors[..., which], own[0].dtype)
-            for which in (0, 1)
-        )
-        return _ended(keys.flatten(0, 1), chunk, lens), _ended(values.flatten(0, 1), chunk, lens)
+        keys, values = read_scaled(kv_layer, scales, blocks, own[0].dtype)
+        return _ended(keys, chunk, lens), _ended(values, chunk, lens)
 
     return seen
 
@@ -285,10 +281,9 @@ def blocks_of(table: torch.Tensor, chunk: LongChunk, block_size: int) -> torch.T
     return table[: -(-(chunk.prefix + chunk.num_tokens) // block_size)]
 
 
-def selected(field: torch.Tensor, blocks: torch.Tensor, flat: bool = True) -> torch.Tensor:
-    """Return some blocks of a field [num_blocks, block_size, heads, width], as rows of tokens if `flat`."""
-    rows = field.view(torch.uint8).index_select(0, blocks).view(field.dtype)
-    return rows.flatten(0, 1) if flat else rows
+def selected(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return some blocks of a field [num_blocks, block_size, heads, width], as rows of tokens."""
+    return field.view(torch.uint8).index_select(0, blocks).view(field.dtype).flatten(0, 1)
 
 
 def attend_part(

@@ -7,8 +7,9 @@ from engine.attention import AttentionRule, decode_groups, paged_decode_attentio
 from engine.attention import write_kv as write_kv_definition
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
+from engine.kernels.read_scaled import read_scaled
 from engine.kernels.write_kv import write_kv
-from engine.scaled_kv import LARGEST, SCALE_WIDTH, scales_of
+from engine.scaled_kv import LARGEST, SCALE_WIDTH, plain, scales_of
 from tests.engine.kernels.paged import DEVICE, relative_error
 
 RULE = AttentionRule(scale=0.125)
@@ -94,6 +95,32 @@ def test_decode_and_chunks_read_what_was_written(block_size: int) -> None:
     expected = paged_prefill_attention(query, cache, valid, starts, lens, RULE, scales=scales)
     output = paged_prefill(query, cache, tables, starts, lens, RULE, scales=scales)
     assert relative_error(output, expected) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("block_size", [16, 64, 3])
+def test_blocks_are_read_as_the_numbers_that_they_stand_for(block_size: int, dtype: torch.dtype) -> None:
+    cache, scales, tables = scaled_layer(block_size)
+    slots = slots_of(tables, block_size)
+    write_kv(*random_rows(len(slots), 0), cache, slots, scales)
+    whole = LENS[0] // block_size
+    blocks = tables[0, :whole]
+    keys, values = read_scaled(cache, scales, blocks, dtype)
+    for which, read in enumerate((keys, values)):
+        expected = plain(cache[blocks.long(), which], scales[blocks.long(), :, which], dtype)
+        assert torch.equal(read, expected.flatten(0, 1))
+        assert read.isfinite().all()
+    assert not read_scaled(cache, scales, blocks[:0], dtype)[0].numel()
+
+
+def test_a_cache_that_cannot_be_read_so_is_refused_by_name() -> None:
+    cache, scales, tables = scaled_layer(16)
+    with pytest.raises(ValueError, match="blocks must be"):
+        read_scaled(cache, scales, tables, torch.float32)
+    with pytest.raises(ValueError, match="do not fit"):
+        read_scaled(cache, scales[:1], tables[0], torch.float32)
+    with pytest.raises(ValueError, match="a block must be contiguous"):
+        read_scaled(cache[:, :, :8], scales, tables[0], torch.float32)
 
 
 @pytest.mark.parametrize("last", [True, False])
