@@ -21,8 +21,8 @@ from engine.kernels.nibble_product import nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import few_rows_product, written_out
 from engine.kernels.round_rows import round_rows
-from engine.kernels.rounded_product import is_rounded_faster, rounded_product
 from engine.kernels.shared_sums import part_counters
+from engine.kernels.streamed_product import NARROW, has_room_for_loads, is_rounded_faster, rounded_product
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
@@ -50,10 +50,12 @@ class Product(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.register_buffer("counters", part_counters(weight.device), persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         num_rows = hidden.shape[:-1].numel()
-        output: torch.Tensor = product(hidden.reshape(num_rows, hidden.shape[-1]), self.weight)
+        rows = hidden.reshape(num_rows, hidden.shape[-1])
+        output: torch.Tensor = product(rows, self.weight, self.counters)
         output = output.view(*hidden.shape[:-1], self.weight.shape[0])
         return output if self.bias is None else output + self.bias
 
@@ -63,12 +65,19 @@ def _like_rows(rows: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Te
 
 
 @opaque(_like_rows)
-def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Return rows @ weight.T. Opaque to the compiler, for which the number of rows has no value."""
-    num_rows, num_columns = rows.shape[0], weight.shape[0]
-    if num_rows == 1 or (num_rows <= MAX_ROWS and num_columns >= WIDE):
-        return thin_product(rows, weight)
+    num_rows = rows.shape[0]
+    if num_rows == 1 or (1 < num_rows <= MAX_ROWS and _is_streamed(weight)):
+        return thin_product(rows, weight, counters)
     return torch.mm(rows, weight.t())
+
+
+def _is_streamed(weight: torch.Tensor) -> bool:
+    """Return whether the kernel for a few rows beats cuBLAS with this weight."""
+    if weight.shape[0] >= WIDE:
+        return True
+    return weight.shape[0] <= NARROW and weight.element_size() == 2 and has_room_for_loads(weight.device)
 
 
 class QuantizedProduct(nn.Module):

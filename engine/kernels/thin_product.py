@@ -1,11 +1,12 @@
-"""Matrix product of a few rows by a large weight: launcher and two kernels.
+"""Matrix product of a few rows by a large weight: launcher, and a kernel for one row.
 
 With so few rows the product is a reading of the weight, and cuBLAS does not read it as fast as the memory
 goes: 13.3 us for 4096 x 4096 and one row, where one program for eight columns takes 10.9 and the bytes alone
 8.0; 12.8 us for 1024 x 2048, here 4.4; 283 us for 8 rows by a head of 128,256 x 4096, here 242 (H200,
 bfloat16, 2026-11-21).
 
-One row is summed on the ordinary units; up to `MAX_ROWS` are padded to a tile of the tensor cores.
+One row is summed on the ordinary units; up to `MAX_ROWS` are padded to a tile of the tensor cores, in
+programs that share the inputs of a narrow weight (`streamed_product.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.streamed_product import float_product
+
 MAX_ROWS = 32
 """Number of rows up to which this is faster than cuBLAS."""
 
 
-def thin_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def thin_product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Return rows @ weight.T, [num_rows, out_features], summed in float32.
 
     Args:
         rows: [num_rows, in_features], num_rows <= MAX_ROWS, contiguous.
         weight: [out_features, in_features], contiguous, of the same dtype.
+        counters: `part_counters`.
 
     Raises ValueError for a shape, stride or dtype that the kernels do not take."""
     num_rows, in_features = rows.shape
@@ -33,19 +37,15 @@ def thin_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"rows are {rows.dtype}, the weight {weight.dtype}")
     if not rows.is_contiguous() or not weight.is_contiguous():
         raise ValueError("rows and weight must be contiguous")
+    if num_rows != 1:
+        return float_product(rows, weight, counters)
     out_features = weight.shape[0]
-    output = rows.new_empty((num_rows, out_features))
-    if num_rows == 1:
-        columns = 4 if out_features <= 1024 else 8
-        _one_row[(triton.cdiv(out_features, columns),)](
-            rows, weight, output, out_features, in_features,
-            COLUMNS=columns, STEP=4096 // columns, num_warps=4,
-        )  # fmt: skip
-    elif num_rows:
-        _few_rows[(triton.cdiv(out_features, 64),)](
-            rows, weight, output, num_rows, out_features, in_features,
-            ROWS=max(16, triton.next_power_of_2(num_rows)), COLUMNS=64, STEP=128, num_warps=4, num_stages=4,
-        )  # fmt: skip
+    output = rows.new_empty((1, out_features))
+    columns = 4 if out_features <= 1024 else 8
+    _one_row[(triton.cdiv(out_features, columns),)](
+        rows, weight, output, out_features, in_features,
+        COLUMNS=columns, STEP=4096 // columns, num_warps=4,
+    )  # fmt: skip
     return output
 
 
@@ -70,34 +70,3 @@ def _one_row(
         x = tl.load(row + start + steps, mask=left, other=0.0)
         total += w.to(tl.float32) * x.to(tl.float32)[None, :]
     tl.store(output + column, tl.sum(total, 1), mask=column < out_features)
-
-
-@triton.jit
-def _few_rows(
-    rows,  # [num_rows, in_features]
-    weight,  # [out_features, in_features]
-    output,  # [num_rows, out_features]
-    num_rows,
-    out_features,
-    in_features,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    row = tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    steps = tl.arange(0, STEP)
-    source = weight + column[:, None].to(tl.int64) * in_features + steps[None, :]
-    inside = (column < out_features)[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, in_features, STEP):
-        left = (start + steps < in_features)[None, :]
-        w = tl.load(source + start, mask=inside & left, other=0.0)
-        x = tl.load(
-            rows + row[:, None] * in_features + start + steps[None, :],
-            mask=(row < num_rows)[:, None] & left,
-            other=0.0,
-        )
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    target = output + row[:, None] * out_features.to(tl.int64) + column[None, :]
-    tl.store(target, total, mask=(row < num_rows)[:, None] & (column < out_features)[None, :])

@@ -34,6 +34,7 @@ def test_a_fused_model_says_what_its_weights_written_out_say(
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # a GPU's: products are of float32 here
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_a_compiled_layer_multiplies_once_for_each_input(weight_format: WeightFormat, monkeypatch) -> None:
     model = make_family("llama").to(DEVICE)

@@ -17,7 +17,7 @@ from engine.kernels import (  # noqa: E402 after the line above
     many_pairs,
     nibble_product,
     quantized_product,
-    rounded_product,
+    streamed_product,
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -55,14 +55,15 @@ def main() -> None:
                 quantized_product._few_rows, weight | SHARED | SIZES,
                 ROWS=16, COLUMNS=64, PARTS=parts, STEP=group or 128, GROUP=group, HAS_ZEROS=has_zeros,
             )  # fmt: skip
-        sides = {"rows": "*fp8e4nv", "row_scales": "*fp32", "levels": "*fp8e4nv", "scales": "*fp32"}
-        compile_kernel(
-            rounded_product._rounded_rows,
-            sides | SHARED | dict.fromkeys(("num_rows", "out_features", "in_features"), "i32"),
-            ROWS=64, COLUMNS=64, PARTS=parts, STEP=256,
-        )  # fmt: skip
+        sizes = dict.fromkeys(("num_rows", "out_features", "in_features"), "i32")
+        for dtype, is_scaled in (("*fp8e4nv", 1), ("*bf16", 0)):
+            sides = {"rows": dtype, "row_scales": "*fp32", "weight": dtype, "scales": "*fp32"}
+            compile_kernel(
+                streamed_product._weight_tile, sides | SHARED | sizes,
+                ROWS=32, COLUMNS=64, PARTS=parts, STEP=128, SCALED=is_scaled,
+            )  # fmt: skip
         nibbles = {"rows": "*bf16", "levels": "*u8", "grid": "*i32"} | SHARED
-        nibbles |= dict.fromkeys(("num_rows", "out_features", "in_features"), "i32")
+        nibbles |= sizes
         compile_kernel(
             nibble_product._few_rows, nibbles | {"num_units": "i32", "units_per_group": "i32"},
             HALF=64, ROWS=8, COLUMNS=64, PARTS=parts, EVEN=1,

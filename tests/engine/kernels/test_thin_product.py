@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from engine.kernels.shared_sums import part_counters
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from tests.engine.definitions import thin_product_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
+
+COUNTERS = part_counters(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", MULTIPLIED)
@@ -18,6 +21,8 @@ from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, toler
         (2, 64, 128),
         (9, 100, 200),
         (MAX_ROWS, 130, 300),
+        (5, 8200, 32),
+        (3, 70, 1000),
         (0, 8, 8),
     ],
 )
@@ -27,7 +32,7 @@ def test_kernel_and_definition_agree(
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(num_rows, in_features, generator=generator).to(DEVICE, dtype)
     weight = torch.randn(out_features, in_features, generator=generator).to(DEVICE, dtype)
-    output = thin_product(rows, weight)
+    output = thin_product(rows, weight, COUNTERS)
     assert output.shape == (num_rows, out_features)
     assert relative_error(output, thin_product_definition(rows, weight)) < tolerance(dtype)
 
@@ -43,4 +48,4 @@ def test_kernel_and_definition_agree(
 )
 def test_what_the_kernel_does_not_take_is_refused_by_name(rows, weight, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        thin_product(rows.to(DEVICE), weight.to(DEVICE))
+        thin_product(rows.to(DEVICE), weight.to(DEVICE), COUNTERS)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.fused_projections import quantized_product
+from engine.fused_projections import product, quantized_product
 from engine.kernels.round_rows import round_rows
-from engine.kernels.rounded_product import MAX_ROWS, NARROW, is_rounded_faster, rounded_product
 from engine.kernels.shared_sums import part_counters
+from engine.kernels.streamed_product import MAX_ROWS, NARROW, is_rounded_faster, rounded_product
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
 
@@ -61,6 +61,17 @@ def test_a_row_that_is_not_a_number_leaves_the_others_as_they_are() -> None:
     assert not torch.equal(damaged[3], output[3])
     others = [row for row in range(20) if row != 3]
     assert torch.equal(damaged[others], output[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 32, 33])
+@pytest.mark.parametrize("out_features", [1000, 4096, NARROW + 64, 100_032])
+def test_a_product_of_floats_gives_what_cublas_gives(num_rows: int, out_features: int) -> None:
+    rows = torch.randn(num_rows, 2048, device=DEVICE).bfloat16()
+    weight = torch.randn(out_features, 2048, device=DEVICE).bfloat16()
+    expected = torch.mm(rows, weight.t())
+    assert relative_error(product(rows, weight, COUNTERS), expected) < 1e-2
+    assert not COUNTERS.any()
 
 
 @pytest.mark.gpu
