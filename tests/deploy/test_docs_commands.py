@@ -9,6 +9,7 @@ import gzip
 import importlib
 import importlib.util
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -41,6 +42,7 @@ LINES = [(path.relative_to(ROOT).as_posix(), line) for path in PAGES for line in
 @pytest.mark.parametrize(("page", "line"), LINES)
 def test_the_command_is_there(page, line):
     program, *arguments = line.split()
+    assert shlex.split(line, comments=True), "what is in quotes ends in the same line"
     if program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
     elif program == "python":
