@@ -68,7 +68,7 @@ def _like_rows(rows: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Te
 def product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Return rows @ weight.T. Opaque to the compiler, for which the number of rows has no value."""
     num_rows = rows.shape[0]
-    if num_rows == 1 or (1 < num_rows <= MAX_ROWS and _is_streamed(weight)):
+    if num_rows == 1 or (num_rows <= MAX_ROWS and _is_streamed(weight)):
         return thin_product(rows, weight, counters)
     return torch.mm(rows, weight.t())
 

@@ -11,7 +11,6 @@ tiles as `paged_prefill.py` numbers them. Both launch by shapes alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import triton.language as tl
 from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
 from engine.kernels.paged_decode import LOG2_E, _join_parts, _part_span, join_grid
 from engine.kernels.paged_prefill import _chunk_of_tile
+from engine.kernels.shared_memory import shared_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,6 @@ def decode_tiles(layer: Layer) -> LatentTiles:
     if 3 * DECODE_TILES.tokens * row_bytes > shared_memory_bytes(layer[0].device):
         return DECODE_TILES
     return replace(DECODE_TILES, num_stages=DEEP_STAGES)
-
-
-@cache
-def shared_memory_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may have; none where there is no GPU."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def decode_latents(

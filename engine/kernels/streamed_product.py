@@ -20,14 +20,12 @@ cuBLAS:
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.shared_sums import _store_shared, room_for_parts
+from engine.kernels.shared_memory import shared_memory_bytes
+from engine.kernels.shared_sums import Tiles, _store_shared, room_for_parts
 
 NARROW = 8192
 """Number of outputs of a narrow weight, at most."""
@@ -45,13 +43,9 @@ MIN_SHARED_MEMORY = 200_000
 """Bytes of shared memory that the loads under way need, at most: Hopper and Blackwell have 227 KiB."""
 
 
-@cache
 def has_room_for_loads(device: torch.device) -> bool:
     """Return whether a device is a GPU on which one program may have enough loads under way."""
-    if device.type != "cuda":
-        return False
-    room: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return room >= MIN_SHARED_MEMORY
+    return shared_memory_bytes(device) >= MIN_SHARED_MEMORY
 
 
 def is_rounded_faster(rows: torch.Tensor, levels: torch.Tensor) -> bool:
@@ -80,8 +74,8 @@ def rounded_product(
     _require_sides(rows, row_scales, levels, scales)
     output = torch.empty((rows.shape[0], levels.shape[0]), dtype=dtype, device=rows.device)
     is_narrow = levels.shape[0] <= NARROW
-    shape = StreamTiles(64, 256, 4) if is_narrow else StreamTiles(128, 128, 4)
-    _stream(rows, levels, (row_scales, scales), output, counters, shape)
+    tiles = stream_tiles(levels.shape[0], 64 if is_narrow else 128, 4)
+    _stream(rows, levels, (row_scales, scales), output, counters, tiles, 256 if is_narrow else 128)
     return output
 
 
@@ -89,20 +83,18 @@ def float_product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tens
     """Return rows @ weight.T, [num_rows, out_features], for `thin_product`, which checks the arguments."""
     output = rows.new_empty((rows.shape[0], weight.shape[0]))
     is_small = weight.shape[0] <= NARROW and weight.element_size() <= 2
-    tiles = StreamTiles(64, 128, 6 if is_small else 4)
-    _stream(rows, weight, None, output, counters, tiles)
+    tiles = stream_tiles(weight.shape[0], 64, 6 if is_small else 4)
+    _stream(rows, weight, None, output, counters, tiles, 128)
     return output
 
 
-class StreamTiles(NamedTuple):
-    """The tiles of a product."""
-
-    columns: int
-    """Outputs of a program."""
-    step: int
-    """Inputs that it takes at once."""
-    stages: int
-    """Loads under way."""
+def stream_tiles(out_features: int, columns: int, stages: int) -> Tiles:
+    """Return tiles of so many columns, with as many parts as make `PROGRAMS` programs at most."""
+    num_tiles = triton.cdiv(out_features, columns)
+    parts = 1
+    while parts < MAX_PARTS and 2 * parts * num_tiles <= PROGRAMS:
+        parts *= 2
+    return Tiles(columns, parts, 4, stages)
 
 
 def _stream(
@@ -111,23 +103,20 @@ def _stream(
     scales: tuple[torch.Tensor, torch.Tensor] | None,
     output: torch.Tensor,
     counters: torch.Tensor,
-    tiles: StreamTiles,
+    tiles: Tiles,
+    step: int,
 ) -> None:
-    """Multiply rows and a weight into `output`; `scales` are those of the rows and of the outputs."""
+    """Multiply into `output`, `step` inputs at once; `scales` are those of the rows and of the outputs."""
     num_rows, in_features = rows.shape
     out_features = weight.shape[0]
     if not num_rows:
         return
-    num_tiles = triton.cdiv(out_features, tiles.columns)
-    parts = 1
-    while parts < MAX_PARTS and 2 * parts * num_tiles <= PROGRAMS:
-        parts *= 2
     row_scales, own_scales = scales or (output, output)
-    _weight_tile[(num_tiles, parts)](
-        rows, row_scales, weight, own_scales, output, room_for_parts(output, parts), counters,
+    _weight_tile[(triton.cdiv(out_features, tiles.columns), tiles.parts)](
+        rows, row_scales, weight, own_scales, output, room_for_parts(output, tiles.parts), counters,
         num_rows, out_features, in_features,
-        ROWS=max(16, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=parts, STEP=tiles.step,
-        SCALED=scales is not None, num_warps=4, num_stages=tiles.stages,
+        ROWS=max(16, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=tiles.parts, STEP=step,
+        SCALED=scales is not None, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
