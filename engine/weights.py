@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -37,6 +38,13 @@ LOAD_ERRORS = (
 )
 """Errors of transformers for a folder or file that it cannot read."""
 
+ONE_AT_A_TIME = threading.Lock()
+"""The lock that whoever makes a model holds.
+
+Meanwhile transformers replaces a method of all models, and then puts back what it found: of two threads at
+once the second puts back the replacement, and from then on no model of this process has an output head that
+it shares with its embedding."""
+
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load a prepared folder, config.json and safetensors, as a map of its files: what is used is read.
@@ -46,16 +54,17 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=_config(path),
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with ONE_AT_A_TIME:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=_config(path),
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except LOAD_ERRORS as error:
         raise ConfigError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
     # transformers fills what is missing with random numbers and warns.
@@ -103,18 +112,25 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     them where no checkpoint is to be had.
 
     Raises ConfigError if the configuration is missing or of no known family, in one line."""
-    before = torch.get_default_dtype()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        torch.set_default_dtype(dtype)
-        torch.manual_seed(0)
-        with device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with ONE_AT_A_TIME:
+            model = _drawn(config, dtype, device)
     except LOAD_ERRORS as error:
         raise ConfigError(f"{path}: no model can be made: {_first_line(error)}") from error
+    return model.eval()
+
+
+def _drawn(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    try:
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     finally:
         torch.set_default_dtype(before)
-    return model.eval()
+    return model
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.errors import ConfigError
 from base.kv_layout import head_layout
 from base.request import SamplingParams
+from engine import weights
 from engine.build import Engine, build_engine
 from tests.engine.builders import greedy, make_sequence, reference, run_sequences
 
@@ -45,6 +46,25 @@ def test_the_engine_says_what_it_found(folder: Path) -> None:
     assert engine.pool.num_blocks == engine.cache.num_blocks == int(0.001 * (1 << 30)) // layout.block_bytes
     assert engine.max_model_len == engine.pool.num_blocks * 16 < 4096
     assert engine.family == "llama"
+
+
+def test_one_thread_makes_a_model_at_a_time(folder: Path, monkeypatch) -> None:
+    """Of two at once transformers would leave a method of all models replaced."""
+    held = []
+
+    def recorded(make):
+        def call(*args, **kwargs):
+            held.append(weights.ONE_AT_A_TIME.locked())
+            return make(*args, **kwargs)
+
+        return call
+
+    for name in ("from_pretrained", "from_config"):
+        monkeypatch.setattr(weights.AutoModelForCausalLM, name, recorded(getattr(AutoModelForCausalLM, name)))
+    weights.load_model(folder, torch.float32)
+    weights.random_model(folder, torch.float32, torch.device("cpu"))
+    assert held == [True, True]
+    assert not weights.ONE_AT_A_TIME.locked()
 
 
 async def test_a_cpu_cache_lies_in_the_memory_it_is_given(folder: Path) -> None:
