@@ -69,7 +69,8 @@ class OwnOperators(CustomGraphPass):
 
 
 # One object: a compiled variant is shared by those who ask with equal options.
-OPTIONS: dict[str, Any] = {"post_grad_custom_pre_pass": OwnOperators()}
+# The compiler's kernels begin while the one before them ends, as ours do (`dependent_launch.py`).
+OPTIONS: dict[str, Any] = {"post_grad_custom_pre_pass": OwnOperators(), "triton.enable_pdl": True}
 
 
 def compile_layers(layers: nn.ModuleList) -> None:

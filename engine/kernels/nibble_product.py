@@ -8,9 +8,9 @@ multiplies.
 
 One H200, torch 2.11, triton 3.6, us at 8, 16 and 64 rows; bfloat16 by cuBLAS / this kernel:
 
-    28,672 x 4,096   62/24  61/33  66/50
-    4,096 x 14,336   36/14  34/20  39/30
-    4,096 x 4,096    14/7   14/9   13/12
+    28,672 x 4,096   62/21   61/33  66/50
+    4,096 x 14,336   36/12   34/20  39/30
+    4,096 x 4,096    14/6.6  14/9   13/12
 
 One row takes as long as eight: multiplying it where the levels are unpacked, without tensor cores, took 32,
 19 and 7 us.
@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts
 from engine.nibbles import Nibbles
 
@@ -56,7 +57,10 @@ FLOAT_HALVES = tl.constexpr(_HALVES.format(base="0x64646464", kind="f16x2"))
 
 def nibble_tiles(num_rows: int, out_features: int) -> Tiles:
     """Return the tiles of a product that were the fastest on one H200."""
-    if out_features <= NARROW:
+    is_narrow = out_features <= NARROW
+    if num_rows <= 8:
+        return Tiles(32, 8, 1, 4) if is_narrow else Tiles(64, 2, 2, 4)
+    if is_narrow:
         return Tiles(64, 8 if num_rows <= 16 else 4, 4, 3)
     return Tiles(128, 2 if num_rows <= 16 else 1, 4, 3)
 
@@ -88,6 +92,7 @@ def nibble_product(
         rows, weight.levels, weight.grid, output, room_for_parts(output, parts), counters, *sizes,
         HALF=half, ROWS=max(8, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=parts,
         EVEN=in_features % (2 * half) == 0, num_warps=tiles.warps, num_stages=tiles.stages,
+        **overlapping(rows.device),
     )  # fmt: skip
     return output
 
@@ -155,6 +160,7 @@ def _few_rows(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,  # all units are whole
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -167,6 +173,7 @@ def _few_rows(
     row_source = rows + row[None, :] * in_features + place[:, None]
     unit_bytes = out_features.to(tl.int64) * HALF
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    _await_inputs(OVERLAPS)
     for unit in range(part * num_units // PARTS, (part + 1) * num_units // PARTS):
         at = unit * (2 * HALF)
         of_group = unit // units_per_group * out_features + near
@@ -183,6 +190,7 @@ def _few_rows(
         sums = tl.dot(low, x_low, input_precision="ieee")
         sums = tl.dot(high, x_high, sums, input_precision="ieee")
         total += sums * scale[:, None]
+    _launch_next(OVERLAPS)
     target = row[None, :] * out_features.to(tl.int64) + column[:, None]
     mask = is_row & (column < out_features)[:, None]
     size = num_rows * out_features.to(tl.int64)

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from engine.attention import AttentionRule
 from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
+from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.paged_layer import kernel_constants, require_new_rows, require_paged_layer
 from engine.kernels.scaled_rows import SCALE_WIDTH, _multiplied, _scaled, _stored
 
@@ -110,12 +111,12 @@ def paged_decode(
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:4],
         0 if scales is None else scales.stride(0), block_tables.stride(0), **constants,
         ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
-        TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlapping(query.device),
     )  # fmt: skip
     _join_parts[join_grid(num_heads, num_seqs)](
         partial, log_sums, context_lens, parts, num_items, num_heads, sinks, output,
         WINDOW=rule.sliding_window, SINKS=constants["SINKS"],
-        DIM=head_dim, DIM_PAD=constants["DIM_PAD"], TILE=tiles.tokens,
+        DIM=head_dim, DIM_PAD=constants["DIM_PAD"], TILE=tiles.tokens, **overlapping(query.device),
     )  # fmt: skip
     return output
 
@@ -176,7 +177,9 @@ def _decode_part(
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    _await_inputs(OVERLAPS)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     part = tl.load(parts + item)
@@ -261,6 +264,7 @@ def _decode_part(
         product = tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         mixed = mixed * kept[:, None] + _scaled(product, scale_at + 1, SCALED)
         highest = raised
+    _launch_next(OVERLAPS)
     num_heads = tl.num_programs(0) * GROUP
     if count > 1:
         slot = item.to(tl.int64) * num_heads + heads
@@ -294,7 +298,9 @@ def _join_parts(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    _await_inputs(OVERLAPS)
     seq = tl.program_id(1).to(tl.int64)
     count = tl.load(parts + num_items + seq)
     if count == 1:

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts
 
 MAX_ROWS = 64
@@ -82,6 +83,7 @@ def few_rows_product(
         ROWS=max(16, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=parts,
         STEP=min(STEP, group) if num_groups > 1 else STEP, GROUP=group if num_groups > 1 else 0,
         HAS_ZEROS=zeros is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        **overlapping(rows.device),
     )  # fmt: skip
     return output
 
@@ -136,6 +138,7 @@ def _few_rows(
     STEP: tl.constexpr,
     GROUP: tl.constexpr,  # 0: one for all inputs
     HAS_ZEROS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     dtype = rows.dtype.element_ty
     row = tl.arange(0, ROWS)
@@ -147,6 +150,7 @@ def _few_rows(
     is_row = (row < num_rows)[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     share, num_steps = tl.program_id(1), tl.cdiv(in_features, STEP)
+    _await_inputs(OVERLAPS)
     for step in range(share * num_steps // PARTS, (share + 1) * num_steps // PARTS):
         start = step * STEP
         left = (start + places < in_features)[None, :]
@@ -162,6 +166,7 @@ def _few_rows(
             total += part * scale[None, :]
         else:
             total += part
+    _launch_next(OVERLAPS)
     if not GROUP:
         total *= tl.load(scales + column, mask=inside, other=0.0)[None, :]
     target = row[:, None] * out_features.to(tl.int64) + column[None, :]

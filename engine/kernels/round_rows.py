@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
+
 LARGEST = 448.0
 """Largest float8_e4m3fn."""
 
@@ -24,8 +26,9 @@ def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=rows.device)
     if num_rows:
         _round_row[(num_rows,)](
-            rows, levels, scales, width, LARGEST=LARGEST, WIDTH_PAD=triton.next_power_of_2(width), num_warps=8
-        )
+            rows, levels, scales, width,
+            LARGEST=LARGEST, WIDTH_PAD=triton.next_power_of_2(width), num_warps=8, **overlapping(rows.device),
+        )  # fmt: skip
     return levels, scales
 
 
@@ -37,11 +40,14 @@ def _round_row(
     width,
     LARGEST: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    _await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH_PAD)
     inside = place < width
     x = tl.load(rows + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    _launch_next(OVERLAPS)
     scale = tl.maximum(tl.max(tl.abs(x), 0) / LARGEST, 1e-30)
     tl.store(scales + row, scale)
     tl.store(levels + row * width + place, (x / scale).to(levels.dtype.element_ty), mask=inside)

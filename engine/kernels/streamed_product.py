@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.shared_memory import shared_memory_bytes
 from engine.kernels.shared_sums import Tiles, _store_shared, room_for_parts
 
@@ -117,6 +118,7 @@ def _stream(
         num_rows, out_features, in_features,
         ROWS=max(16, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=tiles.parts, STEP=step,
         SCALED=scales is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        **overlapping(rows.device),
     )  # fmt: skip
 
 
@@ -153,6 +155,7 @@ def _weight_tile(
     PARTS: tl.constexpr,
     STEP: tl.constexpr,
     SCALED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     # The weight is the left side: tensor cores take 64 of its outputs at once, and any few rows beside them.
     row = tl.arange(0, ROWS)
@@ -163,12 +166,14 @@ def _weight_tile(
     row_source = rows + row[None, :] * in_features + places[:, None]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     share, num_steps = tl.program_id(1), tl.cdiv(in_features, STEP)
+    _await_inputs(OVERLAPS)
     for step in range(share * num_steps // PARTS, (share + 1) * num_steps // PARTS):
         start = step * STEP
         left = start + places < in_features
         w = tl.load(source + start, mask=inside[:, None] & left[None, :], other=0.0)
         x = tl.load(row_source + start, mask=is_row[None, :] & left[:, None], other=0.0)
         total = tl.dot(w, x, total, input_precision="ieee")
+    _launch_next(OVERLAPS)
     if SCALED:
         total *= tl.load(scales + column, mask=inside, other=0.0)[:, None]
         total *= tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.streamed_product import float_product
 
 MAX_ROWS = 32
@@ -44,7 +45,7 @@ def thin_product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tenso
     columns = 4 if out_features <= 1024 else 8
     _one_row[(triton.cdiv(out_features, columns),)](
         rows, weight, output, out_features, in_features,
-        COLUMNS=columns, STEP=4096 // columns, num_warps=4,
+        COLUMNS=columns, STEP=4096 // columns, num_warps=4, **overlapping(rows.device),
     )  # fmt: skip
     return output
 
@@ -58,15 +59,18 @@ def _one_row(
     in_features,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     steps = tl.arange(0, STEP)
     source = weight + column[:, None].to(tl.int64) * in_features + steps[None, :]
     inside = (column < out_features)[:, None]
+    _await_inputs(OVERLAPS)
     total = tl.zeros([COLUMNS, STEP], tl.float32)
     for start in range(0, in_features, STEP):
         left = start + steps < in_features
         w = tl.load(source + start, mask=inside & left[None, :], other=0.0)
         x = tl.load(row + start + steps, mask=left, other=0.0)
         total += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    _launch_next(OVERLAPS)
     tl.store(output + column, tl.sum(total, 1), mask=column < out_features)

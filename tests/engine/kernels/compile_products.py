@@ -26,6 +26,8 @@ SHARED = {"output": "*bf16", "partial": "*fp32", "counters": "*i32"}
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, str], **constants: int) -> None:
+    if "OVERLAPS" in kernel.arg_names:
+        constants["OVERLAPS"] = 1
     signature = arguments | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     triton.compile(source, target=TARGET, options={"num_warps": 4, "num_stages": 3})
