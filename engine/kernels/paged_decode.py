@@ -109,8 +109,8 @@ def paged_decode(
         query, key, value, kv_cache, query if scales is None else scales, block_tables, context_lens,
         parts, num_items, sinks, output, partial, log_sums, rule.scale, rule.soft_cap,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:4],
-        0 if scales is None else scales.stride(0), block_tables.stride(0), **constants,
-        ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])), TILE=tiles.tokens,
+        0 if scales is None else scales.stride(0), block_tables.stride(0), **constants, TILE=tiles.tokens,
+        ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlapping(query.device),
     )  # fmt: skip
     _join_parts[join_grid(num_heads, num_seqs)](
