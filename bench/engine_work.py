@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from base.block_hash import BlockHash
+from base.lifetime import spare_collector
 from base.request import RequestId, SamplingParams, StopParams
 from engine.build import Engine
 from engine.sequence import Sequence
@@ -62,6 +63,7 @@ class Driver:
     def __init__(self, engine: Engine, prompts: Prompts) -> None:
         self._engine = engine
         self._prompts = prompts
+        spare_collector()
         # What a sequence finds in blocks that count as computed; a GPU multiplies zeros faster.
         engine.cache.randomize()
         self._steps = asyncio.create_task(engine.loop.run())
