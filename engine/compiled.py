@@ -8,12 +8,14 @@ compiled by itself.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from engine.fused_projections import four_bit_product, product, quantized_product
@@ -30,6 +32,9 @@ class OwnOperators(CustomGraphPass):
 
     `fused_projections.py` makes such products. Inductor removes common subexpressions from training graphs
     and not from inference graphs. Of `torch.topk` it makes no code.
+
+    Its kernels are not launched early (`dependent_launch.py`) where one may read nothing: such a kernel does
+    not wait for the one before it, and ends first; what the next one reads of the first is not there yet.
     """
 
     PURE = frozenset(
@@ -48,6 +53,8 @@ class OwnOperators(CustomGraphPass):
     )
 
     def __call__(self, graph: fx.Graph) -> None:
+        if any(map(_reads_nothing, graph.nodes)):
+            config.triton.enable_pdl = False  # of this graph: the options are put back after it
         for node in graph.find_nodes(op="call_function", target=aten.topk.default):
             # dim and largest; what is left out has its default
             scores, count, dim, is_largest = (list[Any](node.args) + [-1, True][len(node.args) - 2 :])[:4]
@@ -66,6 +73,15 @@ class OwnOperators(CustomGraphPass):
     def uuid(self) -> str:
         """Return the name of this pass in the compiler's cache, which outlives this process."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def _reads_nothing(node: fx.Node) -> bool:
+    """Return whether a node makes a tensor of no other."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    sources = (source.meta.get("val") for source in node.all_input_nodes)
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    return is_tensor and not any(isinstance(source, torch.Tensor) for source in sources)
 
 
 # One object: a compiled variant is shared by those who ask with equal options.

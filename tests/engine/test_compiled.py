@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import fx
+from torch._inductor import config
 
+from engine.compiled import OPTIONS, OwnOperators
 from engine.expert_load import expert_counts
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -61,3 +64,28 @@ def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_share_what_is_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs_of(kind, 5, monkeypatch) == graphs_of(kind, 3, monkeypatch) <= 8
+
+
+def early_launches(make) -> bool:
+    """Return whether a compiled function's kernels may be launched before the ones before them have ended."""
+    found = []
+
+    class Watched(OwnOperators):
+        def __call__(self, graph: fx.Graph) -> None:
+            super().__call__(graph)
+            found.append(config.triton.enable_pdl)
+
+    torch._dynamo.reset()
+    own = {"post_grad_custom_pre_pass": Watched(), "fx_graph_cache": False}
+    torch.compile(make, options=OPTIONS | own)(torch.ones(5, 4))
+    assert not config.triton.enable_pdl, "the option is that of one graph"
+    (is_early,) = found
+    return is_early
+
+
+def test_kernels_are_launched_early_where_each_reads_something() -> None:
+    assert early_launches(lambda x: x.softmax(-1) + x.split(2, 1)[0].sum())
+
+
+def test_kernels_are_not_launched_early_beside_one_that_reads_nothing() -> None:
+    assert not early_launches(lambda x: torch.zeros_like(x).scatter(1, x.argmax(1)[:, None], 1.0) + x)
