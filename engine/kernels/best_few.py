@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.dependent_launch import _await_inputs, overlapping
 from engine.opaque import opaque
 
 MAX_WIDTH, MAX_COUNT = 1024, 32
@@ -40,7 +39,6 @@ def best_few(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
         _pick[(num_rows,)](
             scores, values, places, width, COUNT=count, COUNT_PAD=triton.next_power_of_2(count),
             WIDTH_PAD=triton.next_power_of_2(width), num_warps=1 if width <= 256 else 4,
-            **overlapping(scores.device),
         )  # fmt: skip
     return values, places
 
@@ -54,9 +52,7 @@ def _pick(
     COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, WIDTH_PAD)
     inside = place < width

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.many_pairs import Tally, added_up
 from engine.kernels.paged_prefill import _chunk_of_tile
 
@@ -94,13 +93,12 @@ def grouped_experts(
         experts, order, starts, cursors, choices, slots, num_pairs, num_experts, experts.shape[1],
         IS_COUNTED=tally is not None, PAIRS_PAD=max(16, triton.next_power_of_2(num_pairs)),
         EXPERTS_PAD=triton.next_power_of_2(num_experts + 1), num_warps=8,
-        **overlapping(rows.device),
     )  # fmt: skip
     between = rows.new_empty((num_pairs, inner))
     made = rows.new_empty((num_pairs, hidden))
     num_tiles = num_pairs // tiles.rows + num_experts
     shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "STEP": tiles.step}
-    launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **overlapping(rows.device)}
+    launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     _gate_up_tile[(triton.cdiv(inner, tiles.columns), num_tiles)](
         rows, gate_up, between, order, starts, num_experts, hidden, inner, experts.shape[1], **shape, **launch
     )
@@ -124,10 +122,8 @@ def _order_pairs(
     IS_COUNTED: tl.constexpr,
     PAIRS_PAD: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Put pairs in the order of their experts; within one, the order does not matter."""
-    _await_inputs(OVERLAPS)
     pairs = tl.arange(0, PAIRS_PAD)
     is_pair = pairs < num_pairs
     expert = tl.load(experts + pairs, mask=is_pair, other=num_experts).to(tl.int32)
@@ -139,7 +135,6 @@ def _order_pairs(
     tl.store(cursors + ids, firsts, mask=ids <= num_experts)
     tl.debug_barrier()
     place = tl.atomic_add(cursors + expert, 1, mask=is_pair & (expert < num_experts))
-    _launch_next(OVERLAPS)
     tl.store(order + place, pairs, mask=is_pair & (expert < num_experts))
     if IS_COUNTED:
         is_token = tl.load(slots + pairs // num_chosen, mask=is_pair, other=-1) >= 0
@@ -161,9 +156,7 @@ def _gate_up_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     tile = tl.program_id(1)
     expert = _chunk_of_tile(starts, num_experts, tile, ROWS)
     start = tl.load(starts + expert)
@@ -190,7 +183,6 @@ def _gate_up_tile(
         gate = tl.dot(x, tl.trans(w), gate, input_precision="ieee")
         w = tl.load(weight + up_offset + begin, mask=is_column[:, None] & left, other=0.0)
         up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
-    _launch_next(OVERLAPS)
     made = gate * tl.sigmoid(gate) * up
     target = between + at.to(tl.int64)[:, None] * inner + column[None, :]
     tl.store(target, made, mask=is_row[:, None] & is_column[None, :])
@@ -209,9 +201,7 @@ def _down_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     tile = tl.program_id(1)
     expert = _chunk_of_tile(starts, num_experts, tile, ROWS)
     start = tl.load(starts + expert)
@@ -234,6 +224,5 @@ def _down_tile(
         x = tl.load(source + begin, mask=is_row[:, None] & left, other=0.0)
         w = tl.load(weight + begin, mask=is_column[:, None] & left, other=0.0)
         total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    _launch_next(OVERLAPS)
     target = output + pair.to(tl.int64)[:, None] * hidden + column[None, :]
     tl.store(target, total, mask=is_row[:, None] & is_column[None, :])

@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.dependent_launch import _await_inputs, overlapping
-
 TILE = 1024
 """Numbers of a row at a time."""
 
@@ -105,7 +103,6 @@ def added_up(
         _add_up[(num_tokens, triton.cdiv(hidden, TILE))](
             made, chosen if places is None else places, chosen, weights, output,
             hidden, num_experts, num_chosen, IN_ORDER=places is None, TILE=TILE, num_warps=4,
-            **overlapping(made.device),
         )  # fmt: skip
     return output
 
@@ -184,9 +181,7 @@ def _add_up(
     num_chosen,
     IN_ORDER: tl.constexpr,
     TILE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = place < hidden

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.many_pairs import Tally
 
 COLUMNS, STEP = 2, 2048
@@ -55,12 +54,10 @@ def one_token_experts(
     _gate_up_rows[(triton.cdiv(inner, COLUMNS), chosen)](
         row, gate_up, between, experts, choices, slots, num_experts, hidden, inner,
         IS_COUNTED=tally is not None, COLUMNS=COLUMNS, STEP=STEP, num_warps=4,
-        **overlapping(row.device),
     )  # fmt: skip
     _down_rows[(triton.cdiv(hidden, DOWN_COLUMNS),)](
         between, down, output, experts, weights, num_experts, hidden, inner, chosen,
         CHOSEN_PAD=triton.next_power_of_2(chosen), COLUMNS=DOWN_COLUMNS, STEP=DOWN_STEP, num_warps=4,
-        **overlapping(row.device),
     )  # fmt: skip
     return output
 
@@ -79,9 +76,7 @@ def _gate_up_rows(
     IS_COUNTED: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
     if expert >= num_experts:
@@ -102,7 +97,6 @@ def _gate_up_rows(
         x = tl.load(row + start + steps, mask=left, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(source + start, mask=mask, other=0.0).to(tl.float32) * x
         up += tl.load(source + up_offset + start, mask=mask, other=0.0).to(tl.float32) * x
-    _launch_next(OVERLAPS)
     gate_sum = tl.sum(gate, 1)
     made = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
     tl.store(between + pair * inner + column, made, mask=column < inner)
@@ -122,9 +116,7 @@ def _down_rows(
     CHOSEN_PAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     # The rows of a tile: COLUMNS of the first expert, then as many of the next.
     at = tl.arange(0, CHOSEN_PAD * COLUMNS)
     pair = at // COLUMNS
@@ -140,7 +132,6 @@ def _down_rows(
         mask = inside[:, None] & (start + steps < inner)[None, :]
         w = tl.load(source + start, mask=mask, other=0.0).to(tl.float32)
         total += w * tl.load(rows + start, mask=mask, other=0.0).to(tl.float32)
-    _launch_next(OVERLAPS)
     sums = tl.reshape(tl.sum(total, 1) * weight, [CHOSEN_PAD, COLUMNS])
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(output + column, tl.sum(sums, 0), mask=column < hidden)

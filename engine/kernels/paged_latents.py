@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
-from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.paged_decode import LOG2_E, _join_parts, _part_span, join_grid
 from engine.kernels.paged_prefill import _chunk_of_tile
 from engine.kernels.shared_memory import shared_memory_bytes
@@ -102,12 +101,11 @@ def decode_latents(
         *layer[1].stride()[:2], block_tables.stride(0), **constants,
         HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)),
         TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **overlapping(output.device),
     )  # fmt: skip
     _join_parts[join_grid(num_heads, num_seqs)](
         partial, log_sums, context_lens, parts, num_items, num_heads, log_sums, output,
         WINDOW=0, SINKS=False, DIM=rank, DIM_PAD=triton.next_power_of_2(rank), TILE=tiles.tokens,
-        **overlapping(output.device),
+        OVERLAPS=False,
     )  # fmt: skip
     return output
 
@@ -274,9 +272,7 @@ def _decode_part(
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     item = tl.program_id(1)
     part = tl.load(parts + item)
     if part < 0:
@@ -309,7 +305,6 @@ def _decode_part(
         begin, end, rows, scale, latent_block_stride, latent_token_stride, rotary_block_stride,
         rotary_token_stride, False, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, TILE,
     )  # fmt: skip
-    _launch_next(OVERLAPS)
     mixed = mixed / total[:, None]
     if count > 1:
         slot = item.to(tl.int64) * num_heads + heads

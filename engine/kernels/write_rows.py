@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.dependent_launch import _await_inputs, overlapping
-
 
 def write_rows(rows: torch.Tensor, field: torch.Tensor, slots: torch.Tensor) -> None:
     """Write each token's row to its slot of one layer's field.
@@ -31,7 +29,6 @@ def write_rows(rows: torch.Tensor, field: torch.Tensor, slots: torch.Tensor) -> 
         _write_row[(num_tokens,)](
             rows, field, slots, rows.stride(0), *field.stride()[:2],
             BLOCK_SIZE=field.shape[1], WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), num_warps=1,
-            **overlapping(rows.device),
         )  # fmt: skip
 
 
@@ -46,9 +43,7 @@ def _write_row(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
