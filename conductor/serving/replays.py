@@ -96,7 +96,8 @@ class Replays:
                     return {"measured": was, "runs": runs}
         except TimeoutError:
             raise InvalidRequestError(
-                f"the replay took longer than {WALL_S:g} s: send less", "trace"
+                f"the replay took longer than {WALL_S:g} s: send less, or ask when this host is less busy",
+                "trace",
             ) from None
         finally:
             self._is_running = False

@@ -32,6 +32,12 @@ SAMPLE = Path("bench/traces/sample.jsonl")
 ROWS = SAMPLE.read_text()
 
 
+@pytest.fixture(autouse=True)
+def as_urgent_as_other_tests(monkeypatch):
+    """Let no replay wait for whatever else the host computes, which at the lowest priority is for ever."""
+    monkeypatch.setattr(module, "LEAST_PRIORITY", 1)
+
+
 def ask(traffic, name, at_s, blocks=3, tokens_more=0, num_new=7, first_block=0):
     chain = [(first_block + number).to_bytes(16, "little") for number in range(blocks)]
     request = make_request(f"{name}.1", blocks)
