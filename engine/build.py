@@ -7,9 +7,12 @@ written to.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,6 +58,9 @@ CPU_CACHE_GIB = 1.0
 
 GPU_SWAP_GIB = 4.0
 """Size of the swap space beside a GPU where the configuration does not say."""
+
+GPU_MODULES = ("torch._inductor.compile_fx", "engine.gpu_runner")
+"""Modules that an engine on a GPU needs, and others do not have: Triton is 1 GB."""
 
 GPU_HEADROOM = 0.1
 """Share of the free GPU memory that is left for activations and the allocator's waste."""
@@ -152,7 +158,8 @@ def load_rank(
     weights = load_weights(config, Path(model_path), dtype, device, rounded)
     if group is not None:
         cut_causal_model(weights.module, group)
-    move_to(weights.module, device)
+    with _importing(GPU_MODULES if device.type == "cuda" else ()):
+        move_to(weights.module, device)
     weights.compute_source()
     if device.type == "cpu":
         use_cpu_products(weights.module)
@@ -161,6 +168,17 @@ def load_rank(
     model = PagedModel(weights.module)
     model.quantization = weights.stated(model)
     return model
+
+
+@contextmanager
+def _importing(modules: tuple[str, ...]) -> Iterator[None]:
+    """Import modules beside the body, which may import nothing itself.
+
+    To copy the weights of an 8B model takes three seconds without Python; these imports take five."""
+    with ThreadPoolExecutor(1, "imports") as pool:
+        imported = pool.submit(lambda: [importlib.import_module(module) for module in modules])
+        yield
+        imported.result()
 
 
 def assemble_engine(
@@ -192,11 +210,6 @@ def assemble_engine(
     pool = BlockPool(cache.num_blocks)
     host_blocks = _host_blocks(config, cache) if group is None else None
     counts = expert_counts(model.module)
-    scheduler = Scheduler(
-        pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size,
-        chunk_attention=max(config.chunk_attention, 0.0),
-        swap_space=SwapSpace(host_blocks.num_slots, host_blocks.measure(clock)) if host_blocks else None,
-    )  # fmt: skip
     runner: StepRunner
     if stage is not None:
         sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
@@ -207,6 +220,12 @@ def assemble_engine(
     if counts is not None:
         # Graphs are captured by steps that run.
         counts.reset()
+    scheduler = Scheduler(
+        pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size,
+        chunk_attention=max(config.chunk_attention, 0.0),
+        # Measured last: until then its memory is being pinned.
+        swap_space=SwapSpace(host_blocks.num_slots, host_blocks.measure(clock)) if host_blocks else None,
+    )  # fmt: skip
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock, grammars=Grammars(load_vocabulary)),
         runner=runner,
@@ -266,7 +285,6 @@ def _stage_runner(
         if counts is not None:
             counts.count_all()
         return PipelineRunner(model, cache, stage, split, clock, ranks)
-    # As in `_runner`.
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_pipeline_runner import GpuPipelineRunner  # noqa: PLC0415
 
@@ -289,7 +307,6 @@ def _runner(
         if counts is not None:
             counts.count_all()
         return Runner(model, cache, send_step, host_blocks)
-    # Triton is 1 GB and only machines with a GPU have it.
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 

@@ -12,6 +12,7 @@ without asking the device. Those that move out stay held until their step has la
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -114,15 +115,23 @@ class SwapSpace:
 class HostBlocks:
     """Owns the memory of the slots, pinned where the cache is on a GPU. Belongs to the device thread.
 
-    A block is contiguous, so one copy engine call moves it at the link's rate."""
+    A block is contiguous, so one copy engine call moves it at the link's rate. To pin 4 GiB takes two
+    seconds, for which the first that needs them waits."""
 
     def __init__(self, cache: PagedCache, num_slots: int) -> None:
         blocks = cache.tensor
         self.num_slots = num_slots
         self._blocks = blocks
-        self._slots = torch.empty(
-            (num_slots, *blocks.shape[1:]), dtype=blocks.dtype, pin_memory=blocks.device.type == "cuda"
+        shape, pinned = (num_slots, *blocks.shape[1:]), blocks.device.type == "cuda"
+        pool = ThreadPoolExecutor(1, "pinning")
+        self._made: Future[torch.Tensor] = pool.submit(
+            torch.empty, shape, dtype=blocks.dtype, pin_memory=pinned
         )
+        pool.shutdown(wait=False)
+
+    @property
+    def _slots(self) -> torch.Tensor:
+        return self._made.result()
 
     def move(self, swaps: Items[Swap]) -> None:
         """Queue moves on the device's current stream."""
