@@ -10,7 +10,7 @@ here is why. Fields that stand in neither API are ignored too, because clients s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _REFUSED_BUT_FOR: tuple[tuple[tuple[Any, ...], str], ...] = (
@@ -59,11 +59,20 @@ IGNORED: Mapping[str, str] = {
 """The ignored fields, each with why it changes no answer."""
 
 
-def refused_or_none(extra: Mapping[str, Any]) -> str | None:
-    """Return the first of a body's further fields that asks for what is not done, or None."""
-    return next((name for name, value in extra.items() if not _is_neutral(name, value)), None)
+NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values of a field of another API's that ask for nothing."""
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    # True is 1 to Python: types are compared too.
-    return name not in REFUSED or any(type(value) is type(each) and value == each for each in REFUSED[name])
+def refused_or_none(extra: Mapping[str, Any], elsewhere: Collection[str] = ()) -> str | None:
+    """Return the first of a body's further fields that asks for what is not done, or None.
+
+    `elsewhere`: fields that another API's body has, and that would be done there.
+    """
+    for name, value in extra.items():
+        taken = REFUSED.get(name)
+        if taken is None and name in elsewhere and name not in IGNORED:
+            taken = (*NEUTRAL, 1) if name == "n" else NEUTRAL
+        # True is 1 to Python: types are compared too.
+        if taken is not None and not any(type(value) is type(each) and value == each for each in taken):
+            return name
+    return None

@@ -87,4 +87,6 @@ class ChatParts:
 
     def finish_name(self, reason: FinishReason) -> str:
         """Return OpenAI's word for why the answer ended."""
-        return "tool_calls" if self._calls and reason is FinishReason.STOP else reason.value
+        # A stop string may have ended the last one before its end: nobody shall run that.
+        is_called = bool(self._calls) and all(call.is_whole for call in self._calls)
+        return "tool_calls" if is_called and reason is FinishReason.STOP else reason.value

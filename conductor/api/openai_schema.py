@@ -88,10 +88,11 @@ def _sampling_field(name: str, field: SamplingField) -> tuple[Any, None]:
 _sampling_fields: dict[str, Any] = {
     name: _sampling_field(name, field) for name, field in SAMPLING_FIELDS.items()
 }
-_Sampling = create_model("_Sampling", __base__=StrictBody, **_sampling_fields)
+SamplingBody = create_model("SamplingBody", __base__=StrictBody, **_sampling_fields)
+"""The base of a body that says how tokens are sampled."""
 
 
-class _GenerationBody(_Sampling, GrammarFields):  # type: ignore[valid-type, misc]
+class _GenerationBody(SamplingBody, GrammarFields):  # type: ignore[valid-type, misc]
     """The fields that chats and completions have in common."""
 
     model: str
@@ -237,6 +238,9 @@ class CompletionBody(_GenerationBody):
     add_special_tokens: bool | None = None
 
 
+_CHAT_FIELDS = frozenset(ChatBody.model_fields | CompletionBody.model_fields) - {"messages", "prompt"}
+
+
 class TokenizeBody(_Rendered):
     model: str | None = None
     prompt: str | None = None
@@ -268,7 +272,8 @@ def read_body(raw: bytes, into: type[Body]) -> Body:
         body = into.model_validate_json(raw)
     except ValidationError as error:
         raise _refusal(error) from None
-    if (name := refused_or_none(body.model_extra or {})) is not None:
+    extra = body.model_extra or {}
+    if (name := refused_or_none(extra, _CHAT_FIELDS if into.refuses_fields_of_chats else ())) is not None:
         raise InvalidRequestError(f"{name} is not supported: leave it out", name)
     return body
 
@@ -342,13 +347,18 @@ def _lines(content: Sequence[_ContentPart], param: str) -> str:
     return "\n".join(lines)
 
 
+def sampling_of(body: StrictBody) -> dict[str, Any]:
+    """Return how a `SamplingBody` says that tokens are sampled."""
+    return {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+
+
 def to_options(body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None) -> Options:
     """Return the body's choices by their common names.
 
     Raises InvalidRequestError for a bias of no token, or two grammars."""
     asked = body.asked_grammar()
     return Options(
-        sampling={name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None},
+        sampling=sampling_of(body),
         logit_bias=_logit_bias(body.logit_bias or {}),
         grammar=asked.grammar if asked is not None else None,
         grammar_param=asked.param if asked is not None else "",

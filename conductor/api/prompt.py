@@ -114,12 +114,17 @@ async def following_token_ids(
 ) -> tuple[int, ...] | None:
     """Return a prompt that begins with tokens that were computed: those up to the last answer's end.
 
-    None where the template does not show the answer before `messages` once and as it is. Raises
-    InvalidRequestError as `chat_token_ids` does.
+    None where the template does not show the answer before `messages` once and as it is, or refuses
+    `messages` after it. Raises InvalidRequestError as `chat_token_ids` does.
     """
     mark, cut = f"answer{secrets.token_hex(16)}", f"cut{secrets.token_hex(16)}"
     shown = [ChatMessage("user", "-"), ChatMessage("assistant", mark), *messages]
-    text = await _rendered(model, shown, True, variables, cut, tools)
+    try:
+        text = await _rendered(model, shown, True, variables, cut, tools)
+    except ContextLengthError:
+        raise
+    except InvalidRequestError:  # a tool's result after an answer that called none, say
+        return None
     if text.count(mark) != 1:
         return None
     added = await text_token_ids(model, text.partition(mark)[2], add_special_tokens=False, cut=cut)

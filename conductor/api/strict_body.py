@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, to_json
@@ -17,6 +17,8 @@ class StrictBody(BaseModel):
 
     # Fields we do not know are kept for one look at whether we refuse them.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    refuses_fields_of_chats: ClassVar[bool] = False
+    """Whether what a chat's body asks for, and this one cannot, is refused by name."""
 
 
 def variables_excess(variables: dict[str, Any]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from base.errors import InvalidRequestError
+from base.off_loop import off_loop
 from conductor.api.backend import Backend
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
@@ -15,9 +18,10 @@ from conductor.api.turn import ChatTurn, prepare_turn
 
 async def asked_turn(model: ServedModel, body: ChatBody | TokenizeBody, messages: list[Message]) -> ChatTurn:
     """Return the turn that a body's conversation asks for; raises InvalidRequestError."""
+    num_chars = sum(len(call.function.arguments) for each in messages for call in each.tool_calls or ())
     return await prepare_turn(
         model,
-        chat_messages(messages),
+        await off_loop(num_chars, partial(chat_messages, messages)),
         body.asked_tools(),
         body.asked_reasoning(),
         body.chat_template_kwargs,

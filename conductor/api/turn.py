@@ -88,6 +88,10 @@ class Part(NamedTuple):
     events: Sequence[Event]
     num_reasoning_tokens: int = 0
     """Tokens of reasoning in the answer so far."""
+    inserted: tuple[int, ...] = ()
+    """Tokens that stand before the piece's, and that no node sampled: the mark that closes reasoning."""
+    is_cut: bool = False
+    """Whether the tokens say more than the parts do: calls after the first, where one alone is wanted."""
 
 
 async def prepare_turn(
@@ -172,24 +176,33 @@ async def parts_of(
                 if part.piece.finish_reason is not None:
                     return
             yield part
-        stop = turn.form.stop_thinking
-        asked = _continued(asked, state, _stop_thinking(completions.model, turn.form))
-        part = Part(Piece("", (), None, piece.num_cached_tokens), state.pushed(stop), state.num_reasoning)
-        yield part
+        inserted = _stop_thinking(completions.model, turn.form)
+        events = state.pushed(turn.form.stop_thinking)
+        continued = _continued(asked, state, inserted, completions.model)
+        if continued is None:
+            ended = Piece("", (), FinishReason.LENGTH, state.num_cached)
+            yield Part(ended, [*events, *state.finished()], state.num_reasoning, inserted)
+            return
+        asked = continued
+        yield Part(Piece("", (), None, state.num_cached), events, state.num_reasoning, inserted)
         state.is_spent = False
 
 
-def _continued(asked: TextRequest, state: _Answer, stop_token_ids: tuple[int, ...]) -> TextRequest:
-    """Return the request that goes on where reasoning was stopped."""
+def _continued(
+    asked: TextRequest, state: _Answer, inserted: tuple[int, ...], model: ServedModel
+) -> TextRequest | None:
+    """Return the request that goes on where reasoning was stopped; None: no token is left for it."""
     request = asked.request
     state.num_stops += 1
+    token_ids = (*request.token_ids, *state.token_ids, *inserted)
+    left = request.stop.max_tokens - len(state.token_ids) - len(inserted)
+    left = min(left, model.max_model_len - len(token_ids))
+    if left < 1:
+        return None
+    stop = request.stop._replace(max_tokens=left)
     return asked._replace(
         request=request._replace(
-            request_id=RequestId(f"{request.request_id}-r"),
-            token_ids=(*request.token_ids, *state.token_ids, *stop_token_ids),
-            stop=request.stop._replace(
-                max_tokens=max(1, request.stop.max_tokens - len(state.token_ids) - len(stop_token_ids))
-            ),
+            request_id=RequestId(f"{request.request_id}-r"), token_ids=token_ids, stop=stop
         )
     )
 
@@ -204,6 +217,8 @@ class _Answer:
     """Whether the budget of reasoning is spent, and reasoning is not at its end."""
     num_stops: int = 0
     num_reasoning: int = 0
+    num_cached: int = 0
+    """Tokens of the turn's prompt that were cached, as its first request had them."""
 
     def __post_init__(self) -> None:
         self._parser = self.turn.parser()
@@ -211,8 +226,15 @@ class _Answer:
     def pushed(self, text: str) -> list[Event]:
         return self._shown(self._parser.push(text))
 
+    def finished(self) -> list[Event]:
+        """Return what is left of an answer that its limit cuts off."""
+        return self._shown(self._parser.finish(is_cut=True))
+
     def part(self, piece: Piece) -> Part:
         """Return a piece with what is certain by it; only the first call of one that is not parallel."""
+        if self.num_stops:  # a request that goes on finds what the turn itself has computed
+            piece = piece._replace(num_cached_tokens=self.num_cached)
+        self.num_cached = piece.num_cached_tokens
         was_thinking = self._parser.is_thinking
         pushed = self._parser.push(piece.text)
         if was_thinking or self._parser.is_thinking:
@@ -230,7 +252,7 @@ class _Answer:
             first = next((at for at, event in enumerate(events) if isinstance(event, Called)), None)
             if first is not None:
                 piece = piece._replace(finish_reason=FinishReason.STOP)
-                return Part(piece, events[: first + 1], self.num_reasoning)
+                return Part(piece, events[: first + 1], self.num_reasoning, is_cut=True)
         return Part(piece, events, self.num_reasoning)
 
     def _shown(self, events: list[Event]) -> list[Event]:

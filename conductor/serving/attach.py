@@ -27,10 +27,10 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from base.clock import Clock
-from base.errors import ForbiddenError, ProtocolError, ServeError
+from base.errors import ForbiddenError, InvalidRequestError, ProtocolError, ServeError
 from base.link import EARLY_S, MessageStream
 from base.logs import event
-from base.messages import Heartbeat, KvEvents, Registered
+from base.messages import Failed, Heartbeat, KvEvents, Prefill, Registered, Reserve, ToNode
 from base.seldom import Seldom
 from base.tls import NODE_NAME
 from base.wire import (
@@ -223,7 +223,26 @@ class NodeStream:
             # takes it for its own from ever attaching.
             self._link.close()
         elif not self._link.is_choked and (items := self.session.take_outgoing()):
-            self._write(to_node(items))
+            self._write(self._packed(items))
+
+    def _packed(self, items: list[ToNode]) -> pb.ConductorMessage:
+        """Pack items; one that cannot be packed is a fault of ours, and fails its own request alone."""
+        try:
+            return to_node(items)
+        except (TypeError, ValueError, OverflowError):
+            return to_node([item for item in items if self._can_pack(item)])
+
+    def _can_pack(self, item: ToNode) -> bool:
+        try:
+            to_node((item,))
+        except (TypeError, ValueError, OverflowError) as error:
+            log.exception("a message to a node cannot be packed")
+            request_id = item.work.request_id if isinstance(item, Reserve | Prefill) else None
+            if request_id is not None and self.session is not None:
+                said = f"a number of the request cannot be sent: {error}"
+                self.session.deliver((Failed(request_id, InvalidRequestError.__name__, said),))
+            return False
+        return True
 
     def _beat(self) -> None:
         heartbeat_s, now_s = self._service.lease.heartbeat_s, self._loop.time()

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from base.errors import InvalidRequestError
 from base.request import RequestId
 from conductor.api.backend import Backend
 from conductor.api.headers import Caller
@@ -40,9 +41,7 @@ async def create_message(backend: Backend, body: MessagesBody, caller: Caller, r
     """Answer a /v1/messages call; raises ServeError."""
     model = backend.model
     with params_spelled(_SPELLED):
-        turn = await _turn(model, body)
-        if body.options(1).grammar is not None:
-            turn = without_thinking(model, turn)
+        turn = await _turn(model, body, has_form=body.options(1).grammar is not None)
         max_tokens = room_for(len(turn.token_ids), body.max_tokens, model)
         options = with_turn(body.options(max_tokens), turn)
         check_options(options, caller, model)
@@ -54,18 +53,35 @@ async def create_message(backend: Backend, body: MessagesBody, caller: Caller, r
 async def count_tokens(backend: Backend, body: CountTokensBody, caller: Caller, reply: Reply) -> None:
     """Answer a /v1/messages/count_tokens call; raises ServeError."""
     with params_spelled(_SPELLED):
-        turn = await _turn(backend.model, body)
+        turn = await _turn(backend.model, body, has_form=False)
     await reply.whole([to_json({"input_tokens": len(turn.token_ids)}).encode()])
 
 
-async def _turn(model: ServedModel, body: CountTokensBody) -> ChatTurn:
+async def _turn(model: ServedModel, body: CountTokensBody, has_form: bool) -> ChatTurn:
+    """Return the turn of a body; `has_form`: its answer has one.
+
+    Raises InvalidRequestError, also for an answer that begins with a client's words and has a form, which
+    would begin with the node's, or reasoning, which goes before."""
     require_model(model, body.model)
     messages, beginning = body.conversation()
     turn = await prepare_turn(
         model, messages, body.asked_tools(), body.asked_reasoning(), body.chat_template_kwargs
     )
+    if has_form or beginning:
+        turn = without_thinking(model, turn)
     if not beginning:
         return turn
+    if has_form or turn.grammar_source is not None:
+        raise InvalidRequestError(
+            "messages: an answer that a last message of the assistant's begins has no form and no call that "
+            "is demanded: leave that message out, or output_config.format and tool_choice",
+            "messages",
+        )
+    if body.thinking is not None and body.thinking.type != "disabled":
+        raise InvalidRequestError(
+            "messages: the last one is the assistant's, before which there is no thinking: leave out one",
+            "messages",
+        )
     begun = await plain_token_ids(model, beginning)
     return replace(turn, token_ids=(*turn.token_ids, *begun))
 

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from base.errors import InvalidRequestError
-from base.request import SAMPLING_FIELDS, Grammar, GrammarKind
+from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import SchemaText
+from conductor.api.openai_schema import SamplingBody, sampling_of
 from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
 from conductor.api.strict_body import StrictBody, TemplateVariables
@@ -153,19 +154,15 @@ class CountTokensBody(StrictBody):
         return turns, ""
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, SamplingBody):  # type: ignore[valid-type, misc]
+    refuses_fields_of_chats = True
     max_tokens: Annotated[int, Field(ge=1, le=1 << 31)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
 
     def options(self, max_tokens: int) -> Options:
         return Options(
-            sampling={
-                name: value for name in SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None
-            },
+            sampling=sampling_of(self),
             max_tokens=max_tokens,
             stop=tuple(text for text in self.stop_sequences or () if text and not text.isspace()),
             grammar=self._grammar(),

@@ -7,10 +7,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple
 
 from base.clock import wall_clock_s
 from base.errors import InvalidRequestError
+from base.off_loop import off_loop
 from base.request import FinishReason
 from conductor.api.backend import Backend
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
@@ -19,6 +21,7 @@ from conductor.api.http_reply import Reply, to_json
 from conductor.api.openai_format import DONE
 from conductor.api.openai_tools import past_arguments
 from conductor.api.options import check_options, make_request, params_spelled, require_model, unique_id
+from conductor.api.parsing.events import value_or_none
 from conductor.api.prompt import following_token_ids
 from conductor.api.responses.held import HeldResponse, answered
 from conductor.api.responses.items import OutputItems
@@ -33,7 +36,7 @@ from conductor.api.turn import (
     without_thinking,
 )
 
-_SPELLED = {"prompt": "input", "max_tokens": "max_output_tokens"}
+_SPELLED = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
 
 
 class _Asked(NamedTuple):
@@ -51,9 +54,9 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
     with params_spelled(_SPELLED):
         require_model(model, body.model)
         asked = await _asked(backend, body, caller)
-        turn = asked.turn
         if body.options(1).grammar is not None:
-            turn = without_thinking(model, turn)
+            asked = asked._replace(turn=without_thinking(model, asked.turn))
+        turn = asked.turn
         most = body.max_output_tokens or model.max_model_len
         options = with_turn(body.options(room_for(len(turn.token_ids), most, model)), turn)
         check_options(options, caller, model)
@@ -61,12 +64,14 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
         request = make_request(unique, turn.token_ids, options, caller, model, backend.rng)
     num_calls = sum(len(message.calls) for message in asked.messages)
     items = OutputItems(unique, call_ids(model.family, backend.rng, num_calls))
-    response = _Response(backend, body, f"resp_{unique}", items, len(turn.token_ids))
+    response = _Response(backend, body, asked, f"resp_{unique}", items)
     generated: list[int] = []
     last, reason = "", FinishReason.STOP
     async with aclosing(parts_of(backend.completions, turn, request)) as parts:
         async for part in parts:
-            generated += [token.token_id for token in part.piece.tokens]
+            generated += [*part.inserted, *(token.token_id for token in part.piece.tokens)]
+            if part.is_cut:  # the tokens say more than the answer did
+                asked = asked._replace(setting=b"")
             begun = response.begun() if body.stream else ""
             added = begun + items.add(part)
             if part.piece.finish_reason is not None:
@@ -89,7 +94,7 @@ async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Aske
         held = backend.held.find(caller.tenant, body.previous_response_id)
     before = held.messages if held is not None else ()
     known = {call.call_id for message in before for call in message.calls}
-    new = body.conversation_after(known)
+    new = await off_loop(body.num_json_chars, partial(body.conversation_after, known))
     if not new:
         raise InvalidRequestError("input: at least one item is wanted", "input")
     system = (ChatMessage("system", body.instructions),) if body.instructions else ()
@@ -137,17 +142,17 @@ class _Response:
         self,
         backend: Backend,
         body: ResponsesBody,
+        asked: _Asked,
         response_id: str,
         items: OutputItems,
-        num_prompt_tokens: int,
     ) -> None:
         self.response_id = response_id
         """Unlike a client's request id, that of one response alone."""
         self._items = items
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = len(asked.turn.token_ids)
         self._is_begun = False
         sampling = backend.model.sampling
-        asked = body.reasoning
+        reasoning = body.reasoning
         self._shown: dict[str, Any] = {
             "id": response_id,
             "object": "response",
@@ -156,19 +161,19 @@ class _Response:
             "previous_response_id": body.previous_response_id,
             "instructions": body.instructions,
             "error": None,
-            "tools": [_shown_tool(tool.model_dump()) for tool in body.tools or ()],
+            "tools": [_shown_tool(tool) for tool in asked.turn.tools.offered],
             "tool_choice": _shown_choice(body),
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": {"format": _shown_format(body)},
-            "top_p": sampling.top_p if body.top_p is None else body.top_p,
-            "temperature": sampling.temperature if body.temperature is None else body.temperature,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
+            "top_p": _said(body.top_p, sampling.top_p),
+            "temperature": _said(body.temperature, sampling.temperature),
+            "presence_penalty": _said(body.presence_penalty, sampling.presence_penalty),
+            "frequency_penalty": _said(body.frequency_penalty, sampling.frequency_penalty),
             "top_logprobs": 0,
             "reasoning": {
-                "effort": asked.effort if asked is not None else None,
-                "summary": asked.summary if asked is not None else None,
+                "effort": reasoning.effort if reasoning is not None else None,
+                "summary": reasoning.summary if reasoning is not None else None,
             },
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
@@ -206,16 +211,28 @@ class _Response:
         return {**self._shown, "status": status, **empty, **fields}
 
 
-def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    names = ("type", "name", "description", "parameters", "strict")
-    return {name: tool.get(name) for name in names}
+def _said(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _shown_tool(tool: ToolSpec) -> dict[str, Any]:
+    """Return a tool that the model was offered: its text is in the prompt, and within the window so."""
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.is_strict,
+    }
 
 
 def _shown_format(body: ResponsesBody) -> Mapping[str, Any]:
     asked = body.text.format if body.text is not None else None
     if asked is None or asked.type != "json_schema":
         return {"type": asked.type if asked is not None else "text"}
-    schema = json.loads(asked.json_schema or "{}")
+    schema = value_or_none(asked.json_schema or "{}")
+    if schema is None:
+        raise InvalidRequestError("text.format.schema: JSON of a schema is wanted", "text.format.schema")
     return {"type": asked.type, "name": asked.name, "schema": schema, "description": None, "strict": True}
 
 
@@ -223,4 +240,7 @@ def _shown_choice(body: ResponsesBody) -> Any:
     choice = body.tool_choice
     if choice is None or isinstance(choice, str):
         return choice or "auto"
-    return {name: value for name, value in choice.model_dump().items() if value is not None}
+    shown: dict[str, Any] = {"type": choice.type, "name": choice.name, "mode": choice.mode}
+    if choice.tools is not None:
+        shown["tools"] = [{"type": "function", "name": tool["name"]} for tool in choice.tools]
+    return {name: value for name, value in shown.items() if value is not None}

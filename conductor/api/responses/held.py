@@ -20,6 +20,8 @@ from conductor.api.chat_template import ChatMessage
 
 MAX_HELD_BYTES = 64 << 20
 MAX_TENANT_BYTES = 16 << 20
+LEAST_BYTES = 4_096
+"""Bytes that each response is charged with besides: so few are held that room is made for any at once."""
 HELD_S = 3_600.0
 
 
@@ -35,7 +37,7 @@ class HeldResponse(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes that it is charged with."""
-        return sys.getsizeof(self.token_ids) + sum(map(_turn_bytes, self.messages)) + 512
+        return sys.getsizeof(self.token_ids) + sum(map(_turn_bytes, self.messages)) + LEAST_BYTES
 
 
 def _turn_bytes(turn: ChatMessage) -> int:
@@ -72,6 +74,8 @@ class HeldResponses:
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._entries: OrderedDict[tuple[str, str], _Holding] = OrderedDict()
+        self._ids_of: dict[str, OrderedDict[str, None]] = {}
+        """The responses of each tenant, oldest first."""
         self._tenant_bytes: dict[str, int] = {}
         self.num_bytes = 0
 
@@ -96,10 +100,11 @@ class HeldResponses:
         if (tenant, response_id) in self._entries:
             self._forget((tenant, response_id))
         while self._tenant_bytes.get(tenant, 0) + num_bytes > self._max_tenant_bytes:
-            self._forget(next(key for key in self._entries if key[0] == tenant))
+            self._forget((tenant, next(iter(self._ids_of[tenant]))))
         while self.num_bytes + num_bytes > self._max_bytes:
             self._forget(next(iter(self._entries)))
         self._entries[tenant, response_id] = _Holding(response, self._clock.now_s() + HELD_S, num_bytes)
+        self._ids_of.setdefault(tenant, OrderedDict())[response_id] = None
         self.num_bytes += num_bytes
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + num_bytes
 
@@ -109,6 +114,7 @@ class HeldResponses:
         for (tenant, _), entry in self._entries.items():
             counts[tenant] = counts.get(tenant, 0) + entry.num_bytes
         assert counts == self._tenant_bytes
+        assert {(tenant, each) for tenant, ids in self._ids_of.items() for each in ids} == {*self._entries}
         assert sum(counts.values()) == self.num_bytes <= self._max_bytes
 
     def _forget_old(self) -> None:
@@ -125,8 +131,9 @@ class HeldResponses:
         left = self._tenant_bytes[key[0]] - entry.num_bytes
         if left:
             self._tenant_bytes[key[0]] = left
+            del self._ids_of[key[0]][key[1]]
         else:
-            del self._tenant_bytes[key[0]]
+            del self._tenant_bytes[key[0]], self._ids_of[key[0]]
 
 
 def answered(token_ids: Sequence[int], generated: Sequence[int], end_ids: Sequence[int]) -> array[int]:

@@ -15,9 +15,9 @@ from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
 from base.request import Grammar, GrammarKind
-from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
+from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
-from conductor.api.openai_schema import MAX_PARTS
+from conductor.api.openai_schema import MAX_PARTS, SamplingBody, sampling_of
 from conductor.api.openai_tools import (
     MAX_TOOLS,
     FunctionTool,
@@ -33,6 +33,8 @@ from conductor.api.turn import Reasoning, Tools
 
 _Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
 _Id = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_METADATA_CHARS, MAX_KEY_CHARS = 512, 64
+"""OpenAI's bounds on `metadata`, which each event of a response's state repeats."""
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -53,7 +55,7 @@ _Text = Annotated[Annotated[str, Tag("a string")] | _Parts, Discriminator(_text_
 
 class InputMessage(StrictBody):
     type: Literal["message"] = "message"
-    role: ChatRole
+    role: Literal["system", "developer", "user", "assistant"]
     content: _Text
 
 
@@ -116,23 +118,28 @@ class ReasoningWish(StrictBody):
 class TextFormat(StrictBody):
     json_schema: SchemaText | None = Field(default=None, alias="schema")
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
+    name: _Name | None = None
 
 
 class TextWish(StrictBody):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 def _of_texts(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what has texts alone; as a type, pydantic would report each value that is none."""
+    """Return what has short texts alone; as a type, pydantic would report each value that is none."""
     for key, value in metadata.items():
-        if not isinstance(value, str):
-            raise PydanticCustomError("text", f"a text is wanted for {key[:100]!r}")
+        if not isinstance(value, str) or len(value) > MAX_METADATA_CHARS or len(key) > MAX_KEY_CHARS:
+            raise PydanticCustomError(
+                "text",
+                f"a text of {MAX_METADATA_CHARS} characters at most is wanted for {key[:100]!r}, "
+                f"and a name of {MAX_KEY_CHARS} at most",
+            )
     return metadata
 
 
-class ResponsesBody(StrictBody):
+class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
+    refuses_fields_of_chats = True
     model: str
     input: Annotated[Annotated[str, Tag("a string")] | _Items, Discriminator(_text_kind)] = Field(
         default_factory=list
@@ -142,8 +149,6 @@ class ResponsesBody(StrictBody):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -159,10 +164,8 @@ class ResponsesBody(StrictBody):
 
     def options(self, max_tokens: int) -> Options:
         """Return the body's choices; raises InvalidRequestError where a schema is missing."""
-        named = {"temperature": self.temperature, "top_p": self.top_p}
-        sampling = {name: value for name, value in named.items() if value is not None}
         grammar, param = self._grammar(), "text.format"
-        return Options(sampling=sampling, max_tokens=max_tokens, grammar=grammar, grammar_param=param)
+        return Options(sampling_of(self), max_tokens=max_tokens, grammar=grammar, grammar_param=param)
 
     def _grammar(self) -> Grammar | None:
         asked = self.text.format if self.text is not None else None
@@ -197,6 +200,12 @@ class ResponsesBody(StrictBody):
         if effort == "none":
             return Reasoning(budget_tokens=0, variables=on)
         return Reasoning(variables={**on, "reasoning_effort": effort})
+
+    @property
+    def num_json_chars(self) -> int:
+        """Characters of JSON that stand in texts of `input`."""
+        items = () if isinstance(self.input, str) else self.input
+        return sum(len(item.arguments or "") for item in items if isinstance(item, InputItem))
 
     def conversation_after(self, call_ids: set[str]) -> list[ChatMessage]:
         """Return the turns of `input`; raises InvalidRequestError.

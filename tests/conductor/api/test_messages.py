@@ -105,6 +105,30 @@ async def test_a_last_message_of_the_assistant_is_gone_on_with(plain):
     assert ids.count(plain.tokenizer.token_id_or_none("<|im_end|>")) == 1
 
 
+async def test_fields_of_chats_that_ask_for_nothing_and_numbers_of_sampling_are_taken(plain):
+    async with asking(plain, "three") as (messages, api):
+        asked = {
+            "n": 1,
+            "stop": [],
+            "cache_salt": "",
+            "logprobs": False,
+            "user": "u",
+            "seed": 7,
+            "min_p": 0.25,
+        }
+        await messages.create(**body(extra_body=asked))
+    sampling = api.dispatcher.requests[0].sampling
+    assert (sampling.seed, sampling.min_p) == (7, 0.25)
+
+
+async def test_a_beginning_comes_after_the_thinking_that_a_template_opens(tooled):
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    beginning = {"role": "assistant", "content": "It is "}
+    async with asking(tooled, "3") as (messages, api):
+        await messages.create(**body(messages=[QUESTION, beginning], extra_body=thinks))
+    assert prompt_of(tooled, api).endswith("<think>\n\n</think>\n\nIt is ")
+
+
 @pytest.mark.parametrize(("num_chars", "is_inline"), [(20, True), (5_000, False)])
 async def test_a_long_beginning_of_an_answer_is_tokenised_off_the_event_loop(
     plain, monkeypatch, num_chars, is_inline
@@ -272,6 +296,37 @@ HOSTILE = {
     "a server of tools": ({"mcp_servers": [{}]}, "mcp_servers"),
     "a temperature of text": ({"temperature": "hot"}, "temperature"),
     "a temperature of fire": ({"temperature": 99}, "temperature"),
+    "a seed that is no whole number": ({"seed": 1.5}, "seed"),
+    "a seed of text": ({"seed": "x"}, "seed"),
+    "a bound of a list": ({"min_p": [1]}, "min_p"),
+    "a penalty of text": ({"repetition_penalty": "1.0"}, "repetition_penalty"),
+    "a penalty of a table": ({"presence_penalty": {}}, "presence_penalty"),
+    "several answers": ({"n": 2}, "n is not supported"),
+    "a chat's stop": ({"stop": "x"}, "stop is not supported"),
+    "a chat's form": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "a salt": ({"cache_salt": "mine"}, "cache_salt"),
+    "a form behind a beginning": (
+        {
+            "messages": [QUESTION, {"role": "assistant", "content": "{"}],
+            "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        },
+        "messages",
+    ),
+    "a demanded call behind a beginning": (
+        {
+            "messages": [QUESTION, {"role": "assistant", "content": "{"}],
+            "tools": [ADD],
+            "tool_choice": {"type": "any"},
+        },
+        "messages",
+    ),
+    "thinking behind a beginning": (
+        {
+            "messages": [QUESTION, {"role": "assistant", "content": "{"}],
+            "thinking": {"type": "enabled", "budget_tokens": 9},
+        },
+        "messages",
+    ),
     "many stops": ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
     "a long conversation": ({"messages": [{"role": "user", "content": "x" * 900_000}]}, "prompt"),
     "an output of a form": ({"output_format": {"type": "xml"}}, "output_format"),

@@ -231,6 +231,58 @@ def test_held_responses_leave_by_age_and_make_room_within_their_tenant_first():
     assert responses.num_bytes == 0
 
 
+def test_room_for_a_response_is_made_by_a_bounded_number_of_others():
+    responses = HeldResponses(ManualClock())
+    for number in range(10_000):
+        responses.hold("a", str(number), HeldResponse(array("I"), (), b""))
+    responses.check()
+    assert responses.num_bytes <= 16 << 20
+    assert len(responses._ids_of["a"]) <= (16 << 20) // 4096
+
+
+async def test_tools_that_the_model_is_not_offered_are_not_repeated(plain):
+    tool = {**ADD, "description": "x" * 100_000}
+    async with asking(plain, "yes") as (responses, _):
+        none = await responses.create(model=MODEL, input="x", tools=[tool], tool_choice="none")
+        chosen = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "add", "more": "y" * 1000}]}
+        some = await responses.create(model=MODEL, input="x", tools=[ADD], tool_choice=chosen)
+    assert none.tools == []
+    assert [tool.name for tool in some.tools] == ["add"]
+    assert len(some.model_dump_json()) < 3_000
+
+
+async def test_what_a_template_refuses_after_an_answer_is_rendered_anew(tmp_path):
+    strict = WITH_TOOLS.replace(
+        "{% for message in messages %}",
+        "{% set seen = namespace(call=false) %}{% for message in messages %}"
+        "{% if message.role == 'tool' and not seen.call %}{{ raise_exception('no call before it') }}{% endif %}"
+        "{% if message.tool_calls %}{% set seen.call = true %}{% endif %}",
+    )
+    model = long_model(tmp_path, strict)
+    async with asking(model, CALL) as (responses, api):
+        first = await responses.create(model=MODEL, input="1 + 2?", tools=[ADD])
+        output = {**OUTPUT, "call_id": first.output[0].call_id}
+        await responses.create(model=MODEL, input=[output], tools=[ADD], previous_response_id=first.id)
+    assert prompt_of(model, api, 1).endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_reasoning_that_is_closed_is_closed_in_the_next_prompt_too(tooled):
+    def script(request):
+        said = tooled.tokenizer.decode(request.token_ids, False)
+        return spoken(tooled, "the answer" if said.endswith("</think>\n\n") else "<think>long thoughts")
+
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    async with asking(tooled, script) as (responses, api):
+        asked = {"model": MODEL, "reasoning": {"effort": "none"}, "extra_body": {}}
+        first = await responses.create(input="one", **asked)
+        await responses.create(input="two", previous_response_id=first.id, **asked)
+        assert "</think>\n\nthe answer<|im_end|>" in prompt_of(tooled, api, -1)
+        form = {"model": MODEL, "extra_body": thinks}
+        first = await responses.create(input="one", text={"format": {"type": "json_object"}}, **form)
+        await responses.create(input="two", previous_response_id=first.id, **form)
+    assert "<think>\n\n</think>\n\nthe answer<|im_end|>" in prompt_of(tooled, api, -1)
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete(plain):
     async with asking(plain, "one", finish=FinishReason.LENGTH) as (responses, _):
         answer = await responses.create(model=MODEL, input="x", max_output_tokens=3)
@@ -314,6 +366,27 @@ HOSTILE = {
         "metadata",
     ),
     "metadata of numbers beside a text": ({"metadata": {"a": 1}}, "metadata"),
+    "long metadata": ({"metadata": {"a": "x" * 513}}, "metadata"),
+    "metadata of a long name": ({"metadata": {"x" * 65: "a"}}, "metadata"),
+    "a form that is no JSON": (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": "{nope"}}},
+        "text.format.schema",
+    ),
+    "a form of a bomb": (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": "[" * 5000}}},
+        "text.format.schema",
+    ),
+    "a form of a long name": (
+        {"text": {"format": {"type": "text", "name": "x" * 5000}}},
+        "text.format.name",
+    ),
+    "a short answer": ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    "several answers": ({"n": 2}, "n"),
+    "a chat's stop": ({"stop": "x"}, "stop"),
+    "a chat's bound": ({"max_tokens": 9}, "max_tokens"),
+    "a salt": ({"cache_salt": "mine"}, "cache_salt"),
+    "a seed of text": ({"seed": "x"}, "seed"),
+    "a result that is no output": ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     "a long id": ({"previous_response_id": "x" * 300}, "previous_response_id"),
     "an id that is not held": ({"previous_response_id": "x"}, "previous_response_id"),
 }

@@ -83,6 +83,15 @@ async def test_a_call_that_a_limit_cuts_off_is_none(plain):
     assert (message["content"], message["calls"], reasons) == ("Yes.", [], ["length"])
 
 
+async def test_a_demanded_call_that_a_stop_string_cuts_off_is_not_to_be_run(plain):
+    said = '[{"name": "add", "arguments": {"a": "hello world"}}]'
+    async with chatting(plain, said) as (ask, _):
+        asked = {"tools": [ADD], "tool_choice": "required", "stop": ["world"]}
+        choice = (await ask(**asked)).choices[0]
+        _, reasons = await put_together(await ask(**asked, stream=True))
+    assert (choice.finish_reason, reasons) == ("stop", ["stop"])
+
+
 async def test_one_call_alone_ends_the_answer(plain):
     async with chatting(plain, CALL + CALL) as (ask, api):
         choice = (await ask(tools=[ADD], parallel_tool_calls=False)).choices[0]
@@ -185,6 +194,27 @@ async def test_reasoning_that_exceeds_its_budget_is_ended_and_the_answer_goes_on
     first, second = api.dispatcher.requests[:2]
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
     assert "one two\n</think>\n\n" in tooled.tokenizer.decode(second.token_ids, False)
+
+
+@pytest.mark.parametrize(("max_tokens", "num_chars"), [(4, 1), (None, 8160)])
+async def test_reasoning_that_is_ended_where_no_token_is_left_ends_the_answer(tooled, max_tokens, num_chars):
+    async with chatting(tooled, "one two three four", num_cached_tokens=3) as (ask, api):
+        asked = {"extra_body": {"thinking_token_budget": 4}, "max_tokens": max_tokens}
+        answer = await ask(messages=[{"role": "user", "content": "x" * num_chars}], **asked)
+    assert len(api.dispatcher.requests) == 1
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_tokens_of_the_prompt_that_were_cached_are_those_of_the_first_request(tooled):
+    def script(request):
+        thinks = "</think>" not in tooled.tokenizer.decode(request.token_ids, False)
+        num_cached = 3 if thinks else len(request.token_ids) - 1
+        return spoken(tooled, "one two three" if thinks else "3", num_cached_tokens=num_cached)
+
+    async with chatting(tooled, script) as (ask, api):
+        answer = await ask(extra_body={"thinking_token_budget": 4})
+    assert len(api.dispatcher.requests) == 2
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
 
 async def test_no_reasoning_is_asked_of_the_template_and_closed_where_it_is_open(tooled):

@@ -6,11 +6,16 @@ If it is not much, and somebody waits for it.
 import asyncio
 from functools import partial
 
-from base.messages import Registered, Release, Start
-from base.request import RequestId
+import pytest
+
+from base.block_hash import BlockHash
+from base.errors import InvalidRequestError
+from base.messages import Prefilled, Registered, Release, Reserve, Start, Work
+from base.request import RequestId, SamplingParams, StopParams
 from base.wire import register, to_node_from
 from conductor.serving.attach import MOST_TOGETHER, RELEASE_S, AttachService
 from conductor.serving.membership import Membership
+from conductor.serving.nodes import Mailbox
 from protos import nodes_pb2 as pb
 from tests.conductor.builders import BLOCK_SIZE, make_view
 from tests.conductor.scripted_node import MODEL_ID, node_info
@@ -66,6 +71,20 @@ async def test_what_is_said_in_one_turn_goes_in_one_message_at_its_end():
     node.say("c")
     await asyncio.sleep(0)
     assert node.told() == [["a", "b"], ["c"]]
+    node.link.close()
+
+
+async def test_what_cannot_be_packed_fails_its_own_request_alone():
+    node, heard = Attached(), Mailbox()
+    node.session.begin(RequestId("bad"), heard)
+    sampling, stop = SamplingParams(seed=1.5), StopParams(1)
+    work = Work(RequestId("bad"), (1,), 1, BlockHash(bytes(16)), sampling, stop, None, 0, 60.0)
+    node.session.send(Reserve(work))
+    node.say("a")
+    await asyncio.sleep(0)
+    assert node.told() == [["a"]]
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        await heard.next(Prefilled)
     node.link.close()
 
 
