@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from engine.kernels.nibble_product import MAX_ROWS as MAX_NIBBLE_ROWS
-from engine.kernels.nibble_product import nibble_product, written_out_nibbles
+from engine.kernels.nibble_product import can_take_nibbles, nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import few_rows_product, written_out
 from engine.kernels.round_rows import round_rows
@@ -128,7 +128,7 @@ def four_bit_product(
 ) -> torch.Tensor:
     """Return rows @ weight.T of a weight of four bits, the fields of `Nibbles`. Opaque, as `product`."""
     weight = Nibbles(levels, grid, units_per_group, in_features)
-    if rows.shape[0] <= MAX_NIBBLE_ROWS and (rows.dtype != torch.float32 or not rows.is_cuda):
+    if rows.shape[0] <= MAX_NIBBLE_ROWS and can_take_nibbles(rows.device, rows.dtype):
         return nibble_product(rows, weight, counters)
     return torch.mm(rows, written_out_nibbles(weight, rows.dtype).t())
 

@@ -193,7 +193,34 @@ def _folder_digest(path: Path, cache_dir: Path, say: Progress) -> str:
 
 
 def _model_files(path: Path) -> list[Path]:
-    return sorted(file for pattern in MODEL_FILES for file in path.glob(pattern) if file.name != MANIFEST)
+    found = sorted(file for pattern in MODEL_FILES for file in path.glob(pattern) if file.name != MANIFEST)
+    for file in found:
+        if not file.is_file():  # a device or a pipe may be read for ever
+            raise ConfigError(f"{file}: it is no file, or a link to none; take it away")
+    return found
+
+
+def require_own_weights(path: Path) -> None:
+    """Raise ConfigError for an index that has weights read from elsewhere, or from no safetensors.
+
+    A model's id is the digest of the folder's own files, and pickle is code."""
+    for index in path.glob("*.index.json"):
+        try:
+            table = json.loads(index.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{index}: {_last_line(str(error))}") from error
+        files = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(files, dict) or not files:
+            raise ConfigError(f"{index}: weight_map is wanted, an object of each weight's file")
+        for weight, name in files.items():
+            is_own = isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+            if not is_own:
+                raise ConfigError(
+                    f"{index}: weight_map: {weight[:100]} is in {str(name)[:100]!r}; "
+                    "*.safetensors of the same folder are read"
+                )
+            if not (path / name).is_file():
+                raise ConfigError(f"{index}: weight_map: {name[:100]} is missing")
 
 
 def require_model_folder(path: Path) -> None:
@@ -204,6 +231,7 @@ def require_model_folder(path: Path) -> None:
         raise ConfigError(f"{path}: config.json is missing")
     if not list(path.glob("*.safetensors")):
         raise ConfigError(f"{path}: no *.safetensors file; other formats can carry code and are not read")
+    require_own_weights(path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{path}: tokenizer.json is missing")
 

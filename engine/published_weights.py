@@ -54,7 +54,7 @@ def published_format(config: Mapping[str, Any]) -> PublishedFormat:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"quantization_config: {method}: {where}: {first['msg']}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"quantization_config: {method}: {reason}") from error
 
@@ -201,12 +201,24 @@ class Rounded:
         pass
 
     def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
-        levels, scales = tensors["levels"], tensors["scales"]
-        formats = {torch.uint8: WeightFormat.INT4, torch.int8: WeightFormat.INT8}
-        group = -(-shape[1] // scales.shape[1])
-        return QuantizedWeight(
-            formats.get(levels.dtype, WeightFormat.FP8), levels, scales, group, tensors.get("zeros")
-        )
+        levels, scales, zeros = tensors["levels"], tensors["scales"], tensors.get("zeros")
+        kind = ROUNDED.get(levels.dtype)
+        if kind is None:
+            raise ValueError(f"levels are {levels.dtype}")
+        group = -(-shape[1] // max(1, scales.shape[-1]))
+        num_groups = -(-shape[1] // max(1, group))
+        for name, part in (("scales", scales), ("zeros", zeros)):
+            if part is not None and (part.shape != (shape[0], num_groups) or part.dtype != torch.float32):
+                raise ValueError(f"{name} are {tuple(part.shape)} of {part.dtype}")
+        return QuantizedWeight(kind, levels, scales, group, zeros)
+
+
+ROUNDED = {
+    torch.uint8: WeightFormat.INT4,
+    torch.int8: WeightFormat.INT8,
+    torch.float8_e4m3fn: WeightFormat.FP8,
+}
+"""The format of levels that were rounded here, by their dtype."""
 
 
 def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -250,6 +262,8 @@ def levels_of(
         zeros = zeros.float().reshape(scales.shape).contiguous() if zeros.any() else None
     if levels.dtype == torch.float8_e4m3fn:
         return QuantizedWeight(WeightFormat.FP8, levels.contiguous(), scales, group, zeros)
+    if levels.is_floating_point() or levels.dtype == torch.bool:
+        raise ValueError(f"levels are {levels.dtype}; whole numbers or float8_e4m3fn are wanted")
     if bits == 8:
         return QuantizedWeight(WeightFormat.INT8, levels.to(torch.int8).contiguous(), scales, group, zeros)
     if levels.shape[1] % 2:

@@ -7,7 +7,9 @@ files have them, and afterwards by a `QuantizedLinear` of what they mean. No flo
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,12 @@ DTYPES = {
     "F32": torch.float32,
 }
 """Dtypes of safetensors that the tensors of a layer may have."""
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""Dtypes of weights that are what they are."""
+
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,9})\.")
+"""The number of a decoder layer in a tensor's name."""
 
 UNUSED = ("bias", "input_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
 """Tensors that say nothing of a weight: activations are scaled row by row, and KV has a format of its own."""
@@ -109,18 +117,44 @@ def stored_config(path: Path, published: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": METHOD, "path": str(path), "published": published}
 
 
+def require_floats(path: Path) -> None:
+    """Raise ConfigError if a folder has weights of few bits: without a configuration they mean nothing."""
+    for name, dtype, _ in _headers(path):
+        part = name.rpartition(".")[2]
+        if part in MARKS or (part == "weight" and dtype not in FLOATS):
+            raise ConfigError(
+                f"{path}: {name} is {dtype}, and config.json has no quantization_config that says what it "
+                "means; it cannot be served"
+            )
+
+
+def require_depth(path: Path, num_layers: object) -> None:
+    """Raise ConfigError if a configuration names more layers than a folder's files have."""
+    found = [int(match[1]) for name, _, _ in _headers(path) if (match := LAYER.search(name))]
+    if found and isinstance(num_layers, int) and num_layers > max(found) + 1:
+        raise ConfigError(
+            f"{path}: config.json: num_hidden_layers is {num_layers}, the files have {max(found) + 1}"
+        )
+
+
+def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield name, dtype and shape of each tensor of a folder's files."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 it is no dict
+                found = tensors.get_slice(name)
+                yield name, found.get_dtype(), tuple(found.get_shape())
+
+
 def layer_headers(path: Path) -> dict[str, Header]:
     """Return the tensors of each layer that a folder's files have in few bits, by the layer's name.
 
     Raises ConfigError for a tensor of a dtype that no format has."""
     layers: dict[str, Header] = defaultdict(dict)
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 it is no dict
-                layer, _, part = name.rpartition(".")
-                found = tensors.get_slice(name)
-                if part not in UNUSED:
-                    layers[layer][part] = found.get_dtype(), tuple(found.get_shape())
+    for name, dtype, shape in _headers(path):
+        layer, _, part = name.rpartition(".")
+        if part not in UNUSED:
+            layers[layer][part] = dtype, shape
     for layer, header in layers.items():
         for part, (dtype, _) in header.items():
             if dtype not in DTYPES or (dtype.startswith("F8") and not header.keys() & MARKS):
@@ -133,7 +167,7 @@ def _read(name: str, layer: StoredLinear, published: PublishedFormat) -> Quantiz
         raise ConfigError(f"{name}: few bits of the layer that makes heads of latents cannot be served")
     try:
         weight = published.weight(name, layer.tensors(), layer.shape)
-    except (ValueError, KeyError, RuntimeError, IndexError) as error:
+    except (ValueError, LookupError, RuntimeError, TypeError, ArithmeticError, re.error) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise ConfigError(f"{name} cannot be served as {published.name}: {reason}") from error
     if (weight.out_features, weight.in_features) != layer.shape:

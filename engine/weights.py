@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import (
@@ -29,12 +30,14 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
+from engine.model_store import require_own_weights
 from engine.published_weights import published_format
-from engine.stored_linears import stored_config
+from engine.stored_linears import require_depth, require_floats, stored_config
 
 LOAD_ERRORS = (
-    *(OSError, ValueError, ImportError, KeyError, RuntimeError, OverflowError),
-    *(SafetensorError, struct.error),
+    *(OSError, ValueError, ImportError, LookupError, RuntimeError, ArithmeticError, TypeError),
+    *(AttributeError, AssertionError, MemoryError, SafetensorError, StrictDataclassError),
+    struct.error,
 )
 """Errors of transformers for a folder or file that it cannot read."""
 
@@ -53,6 +56,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
+    require_own_weights(path)
     try:
         with ONE_AT_A_TIME:
             model, found = AutoModelForCausalLM.from_pretrained(
@@ -79,9 +83,13 @@ def _config(path: Path) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         path, local_files_only=True, trust_remote_code=False
     )
-    if published := getattr(config, "quantization_config", None):
-        published_format(published)  # refuses what cannot be served before anything is read
-        config.quantization_config = stored_config(path, published)
+    require_depth(path, getattr(config.get_text_config(), "num_hidden_layers", None))
+    published = getattr(config, "quantization_config", None)
+    if published is None:
+        require_floats(path)
+        return config
+    published_format(published)  # refuses what cannot be served before anything is read
+    config.quantization_config = stored_config(path, published)
     return config
 
 

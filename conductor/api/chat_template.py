@@ -103,7 +103,7 @@ class ChatTemplate:
         """
         try:
             self._template = _environment(now).from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError, TypeError) as error:
             raise ConfigError(f"the model's chat template does not parse: {error}") from error
         self._special_tokens = dict(special_tokens)
         self.source = source

@@ -77,6 +77,8 @@ def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
     config = _read_json(folder / "config.json")
     # A multimodal model keeps its language model's configuration one level down.
     text_config = config.get("text_config", config)
+    if not isinstance(text_config, dict):
+        raise ConfigError(f"{folder / 'config.json'}: text_config: a JSON object is wanted")
     generation = _read_json_or_empty(folder / "generation_config.json")
     tokenizer_config = _read_json_or_empty(folder / "tokenizer_config.json")
     tokenizer = Tokenizer.load(folder)
@@ -86,6 +88,9 @@ def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
     max_model_len = _trained_len(text_config, tokenizer_config)
     if not max_model_len:
         raise ConfigError(f"{folder / 'config.json'}: no max_position_embeddings to take max_model_len from")
+    vocab_size = text_config.get("vocab_size", tokenizer.vocab_size)
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ConfigError(f"{folder / 'config.json'}: vocab_size: a number of tokens is wanted")
     chat_template = _chat_template(folder, tokenizer_config, special_tokens)
     found = family_of(chat_template.source) if chat_template is not None else ""
     return ServedModel(
@@ -95,17 +100,17 @@ def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
         embedding=embedding_rule(folder, text_config),
         family="" if family == PLAIN else family or found,
         max_model_len=max_model_len,
-        vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),
-        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, text_config),
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, text_config, vocab_size),
         folder=folder,
-        sampling=SamplingParams()._replace(**_recommended(generation)),
+        sampling=SamplingParams()._replace(**_checked(_recommended(generation))),
     )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: a JSON object is wanted")
@@ -129,12 +134,19 @@ def _special_tokens(table: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(
     folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    path = folder / "chat_template.jinja"
-    source = path.read_text() if path.exists() else tokenizer_config.get("chat_template")
-    if isinstance(source, list):
-        # Several named ones: for tools, for retrieval. The plain one is "default".
-        source = {item["name"]: item["template"] for item in source}.get("default")
-    return ChatTemplate(source, special_tokens) if source else None
+    path, where = folder / "chat_template.jinja", "tokenizer_config.json: chat_template"
+    try:
+        source = path.read_text() if path.exists() else tokenizer_config.get("chat_template")
+        if isinstance(source, list):
+            # Several named ones: for tools, for retrieval. The plain one is "default".
+            source = {item["name"]: item["template"] for item in source}.get("default")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{folder}: the chat template cannot be read: {error}") from error
+    if not source:
+        return None
+    if not isinstance(source, str):
+        raise ConfigError(f"{folder}: {where}: a text is wanted, not {source!r:.100}")
+    return ChatTemplate(source, special_tokens)
 
 
 def _trained_len(text_config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> int:
@@ -142,6 +154,9 @@ def _trained_len(text_config: Mapping[str, Any], tokenizer_config: Mapping[str, 
     positions = text_config.get("max_position_embeddings") or text_config.get("n_positions") or 0
     # transformers writes 1e30 for a tokenizer without a limit.
     tokenizer_len = tokenizer_config.get("model_max_length") or 0
+    for name, value in (("max_position_embeddings", positions), ("model_max_length", tokenizer_len)):
+        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}: a number of tokens is wanted, not {value!r:.100}")
     return int(min(filter(None, (positions, tokenizer_len)))) if positions else 0
 
 
@@ -150,13 +165,20 @@ def _eos_token_ids(
     special_tokens: Mapping[str, str],
     generation: Mapping[str, Any],
     text_config: Mapping[str, Any],
+    vocab_size: int,
 ) -> tuple[int, ...]:
     """Return every token that ends a sequence: what generation_config.json names, or else
-    config.json, and the tokenizer's own, which chat models end their turns with."""
+    config.json, and the tokenizer's own, which chat models end their turns with.
+
+    One that the model has no logit of is never sampled, and is left out. Raises ConfigError for no ids."""
     named = generation.get("eos_token_id", text_config.get("eos_token_id"))
     token_ids: Iterable[int | None] = named if isinstance(named, list) else [named]
     own = tokenizer.token_id_or_none(special_tokens.get("eos_token", ""))
-    return tuple(sorted({token_id for token_id in (*token_ids, own) if token_id is not None}))
+    for token_id in token_ids:
+        if token_id is not None and (not isinstance(token_id, int) or token_id < 0):
+            raise ConfigError(f"eos_token_id: ids of tokens are wanted, not {token_id!r:.100}")
+    found = {token_id for token_id in (*token_ids, own) if token_id is not None}
+    return tuple(sorted(token_id for token_id in found if token_id < vocab_size))
 
 
 def named_sampling(sampling: SamplingParams) -> dict[str, float]:
@@ -166,6 +188,19 @@ def named_sampling(sampling: SamplingParams) -> dict[str, float]:
         for name, value in _recommended(sampling._asdict()).items()
         if value != getattr(SamplingParams(), name)
     }
+
+
+def _checked(recommended: dict[str, Any]) -> dict[str, Any]:
+    """Return what a generation_config.json recommends; raises ConfigError for what no request may ask for."""
+    for name, value in recommended.items():
+        field, kind = SAMPLING_FIELDS[name], type(getattr(SamplingParams(), name))
+        is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        if not is_number or not field.low <= value <= field.high:
+            raise ConfigError(
+                f"generation_config.json: {name}: a number between {field.low:g} and {field.high:g} is "
+                f"wanted, not {value!r:.100}"
+            )
+    return recommended
 
 
 def _recommended(table: Mapping[str, Any]) -> dict[str, Any]:

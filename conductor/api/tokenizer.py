@@ -70,7 +70,12 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path} is missing: a model folder needs one")
-        return cls(tokenizers.Tokenizer.from_file(str(path)))
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except BaseException as error:  # of Rust's panics, which are no Exception, the name alone is known
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ConfigError(f"{path}: the tokenizer cannot be read: {error}") from error
 
     @property
     def vocab_size(self) -> int:

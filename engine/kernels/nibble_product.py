@@ -18,6 +18,8 @@ One row takes as long as eight: multiplying it where the levels are unpacked, wi
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -53,6 +55,14 @@ sub.rn.{kind} $3, $3, $6;
 """
 BFLOAT_HALVES = tl.constexpr(_HALVES.format(base="0x43434343", kind="bf16x2"))
 FLOAT_HALVES = tl.constexpr(_HALVES.format(base="0x64646464", kind="f16x2"))
+
+
+@cache
+def can_take_nibbles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels take rows of a dtype on a device: GPUs subtract bfloat16 from Hopper on."""
+    if device.type != "cuda" or dtype == torch.float16:
+        return True
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def nibble_tiles(num_rows: int, out_features: int) -> Tiles:

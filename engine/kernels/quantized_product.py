@@ -111,6 +111,8 @@ def _require_weight(
         raise ValueError(f"levels are {levels.dtype}")
     if levels.shape != (scales.shape[0], in_features):
         raise ValueError(f"levels {tuple(levels.shape)} do not fit {in_features} inputs")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zeros {tuple(zeros.shape)} are not as scales {tuple(scales.shape)}")
     parts = [levels, scales, *([] if zeros is None else [zeros])]
     if not all(part.is_contiguous() for part in parts):
         raise ValueError("levels, scales and zeros must be contiguous")

@@ -1,6 +1,7 @@
 """A reference becomes a folder that loads, or one line that says what is missing."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -112,6 +113,88 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(700)
     with pytest.raises(ConfigError, match="tiny: the model cannot be loaded"):
+        load_model(folder, torch.float32)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ({"weight_map": {"a": "a.bin"}}, "a.bin"),
+        ({"weight_map": {"a": "../tiny/model.safetensors"}}, "same folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "same folder"),
+        ({"weight_map": {"a": 5}}, "same folder"),
+        ({"weight_map": {"a": "other.safetensors"}}, "other.safetensors is missing"),
+        ({"weight_map": {}}, "weight_map is wanted"),
+        ([], "weight_map is wanted"),
+        ("{", "Expecting"),
+    ],
+)
+def test_an_index_of_weights_that_are_not_the_folders_own_is_refused(tmp_path: Path, index, reason) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    (folder / "a.bin").write_bytes(b"pickled")
+    (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
+    for refused in (
+        lambda: prepare(str(folder), tmp_path / "cache", heard),
+        lambda: load_model(folder, torch.float32),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            refused()
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to nothing", "a folder"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    extra = folder / "extra.json"
+    if kind == "a pipe":
+        os.mkfifo(extra)
+    elif kind == "a folder":
+        extra.mkdir()
+    else:
+        extra.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"extra\.json: it is no file"):
+        prepare(str(folder), tmp_path / "cache", heard)
+
+
+def edited(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10_000),
+        ("num_hidden_layers", "2"),
+        ("num_hidden_layers", None),
+        ("hidden_size", 33),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 0),
+        ("model_type", []),
+        ("dtype", "float99"),
+        ("text_config", 5),
+        ("quantization_config", 5),
+        ("rope_parameters", "a"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_in_a_line(tmp_path: Path, field: str, value) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    edited(folder, **{field: value})
+    with pytest.raises(ConfigError) as refused:
+        load_model(folder, torch.float32)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_weights_of_few_bits_without_a_configuration_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{name} is .*quantization_config"):
         load_model(folder, torch.float32)
 
 

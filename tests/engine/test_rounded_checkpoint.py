@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -104,6 +105,19 @@ def test_without_room_a_node_serves_what_it_rounded(tmp_path: Path, monkeypatch,
 
 def path_digest() -> str:
     return quantization.rounded_name("id", WeightFormat.INT8, torch.float32).rpartition("-")[2]
+
+
+@pytest.mark.parametrize("part", ["scales", "zeros", "levels"])
+def test_levels_and_scales_that_do_not_fit_are_refused(tmp_path: Path, part: str) -> None:
+    folder = saved(tmp_path / "model", ties=False)
+    loaded(folder, "int4", tmp_path / "cache" / "id")
+    [file] = (tmp_path / "cache").glob("*/model.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if name.endswith(f"mlp.up_proj.{part}"))
+    tensors[name] = tensors[name].half() if part == "levels" else tensors[name][:1]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{part} are"):
+        loaded(folder, "int4", tmp_path / "cache" / "id")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

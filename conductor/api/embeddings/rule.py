@@ -40,7 +40,9 @@ class EmbeddingRule(NamedTuple):
 
 def embedding_rule(folder: Path, text_config: Mapping[str, Any]) -> EmbeddingRule:
     """Return the rule of the model in a folder; raises ConfigError for a file that cannot be read."""
-    hidden_size = int(text_config.get("hidden_size") or text_config.get("n_embd") or 0)
+    hidden_size = text_config.get("hidden_size") or text_config.get("n_embd") or 0
+    if not isinstance(hidden_size, int):
+        raise ConfigError(f"config.json: hidden_size: a whole number is wanted, not {hidden_size!r:.100}")
     if not hidden_size:
         return EmbeddingRule(None, "config.json does not say how long its hidden states are")
     if text_config.get("is_causal") is False or text_config.get("use_bidirectional_attention"):
@@ -74,7 +76,7 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     is_right = isinstance(found, kind) and (kind is dict or all(isinstance(each, dict) for each in found))
     if not is_right:

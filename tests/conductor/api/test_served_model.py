@@ -34,6 +34,20 @@ def test_end_token_comes_from_the_config_where_generation_has_none(folder):
     assert load_served_model(folder, "m").eos_token_ids == (1, 2)
 
 
+def test_an_end_token_that_the_model_has_no_logit_of_is_left_out(folder):
+    edit(folder / "generation_config.json", eos_token_id=[0, 300])
+    edit(folder / "config.json", vocab_size=263)
+    assert load_served_model(folder, "m").eos_token_ids == (0, 2)
+
+
+def test_a_chat_template_of_another_type_is_refused(folder):
+    (folder / "chat_template.jinja").unlink()
+    for template in (5, [5], [{}], True):
+        edit(folder / "tokenizer_config.json", chat_template=template)
+        with pytest.raises(ConfigError, match="chat"):
+            load_served_model(folder, "m")
+
+
 def test_special_token_may_be_an_object(folder):
     edit(folder / "tokenizer_config.json", eos_token={"content": "<|im_start|>", "special": True})
     assert load_served_model(folder, "m").eos_token_ids == (0, 1)
@@ -67,6 +81,20 @@ def test_model_without_a_template_is_no_chat_model(folder):
         ("config.json", None, "config.json"),
         ("config.json", "[]", "object"),
         ("config.json", "{}", "max_model_len"),
+        ("config.json", "[" * 9_000, "config.json"),
+        ("config.json", '{"text_config": 5}', "text_config"),
+        ("config.json", '{"max_position_embeddings": [1]}', "max_position_embeddings"),
+        ("config.json", '{"max_position_embeddings": 9, "vocab_size": "x"}', "vocab_size"),
+        ("config.json", '{"max_position_embeddings": 9, "hidden_size": "x"}', "hidden_size"),
+        ("tokenizer.json", "{}", "tokenizer"),
+        ("tokenizer_config.json", '{"model_max_length": "x"}', "model_max_length"),
+        ("generation_config.json", '{"temperature": "x"}', "temperature"),
+        ("generation_config.json", '{"temperature": NaN}', "temperature"),
+        ("generation_config.json", '{"top_k": 2.5}', "top_k"),
+        ("generation_config.json", '{"top_p": 5}', "top_p"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"),
+        ("generation_config.json", '{"eos_token_id": -5}', "eos_token_id"),
+        ("chat_template.jinja", "{% if a %}" * 5_000, "chat template"),
     ],
 )
 def test_unusable_folder_is_refused_by_what_is_wrong_with_it(folder, name, content, says):

@@ -53,6 +53,15 @@ def test_programs_that_share_the_inputs_leave_their_sum(parts: int, is_grouped: 
     assert not COUNTERS.any()
 
 
+def test_zero_points_that_are_not_as_scales_are_refused_by_name() -> None:
+    weight, zeros = made(WeightFormat.INT8, 40, 64), torch.zeros(1, 1, device=DEVICE)
+    rows = torch.zeros(1, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="zeros"):
+        few_rows_product(rows, weight.levels, weight.scales, zeros, weight.group, COUNTERS)
+    with pytest.raises(ValueError, match="zeros"):
+        written_out(weight.levels, weight.scales, zeros, weight.group, torch.float32)
+
+
 @pytest.mark.parametrize("in_features", [256, 320])
 def test_a_product_follows_scales_of_blocks(in_features: int) -> None:
     weight = in_groups(40, in_features)
