@@ -28,8 +28,13 @@ NOISE = {WeightFormat.FP8: 6.5e-4}
 
 Of SmolLM2 with 8-bit floats the perplexity is 1.005 times that of floats, and 1.011 without."""
 
-SPAN = 8
-"""Inputs that are rounded at once; what their errors do to each other is not compensated."""
+SPAN = {WeightFormat.FP8: 8, WeightFormat.INT8: 8, WeightFormat.INT4: 1}
+"""Inputs that are rounded at once; what their errors do to each other is not compensated.
+
+Of SmolLM2 with 4 bits the divergence is 0.073 with 8 inputs at once, and 0.066 with one."""
+
+BLOCK = 128
+"""Inputs whose errors are put on all those behind them in one product."""
 
 
 @torch.no_grad()
@@ -57,17 +62,34 @@ def compensated(weight: torch.Tensor, weight_format: WeightFormat, moments: torc
     scales, zeros = grid.scales.t(), None if grid.zeros is None else grid.zeros.t()
     rest = weight.t()[order]  # a row for each input, which is a copy
     levels = torch.empty_like(rest)
-    for start in range(0, len(rest), SPAN):
-        span, after = slice(start, start + SPAN), slice(start + SPAN, None)
-        scale = scales[groups[span]]
-        zero = None if zeros is None else zeros[groups[span]]
-        levels[span] = nearest_levels(rest[span], weight_format, scale, zero)
-        kept = (levels[span] if zero is None else levels[span] - zero) * scale
-        errors = torch.linalg.solve_triangular(carry[span, span].t(), rest[span] - kept, upper=False)
-        rest[after].addmm_(carry[span, after].t(), errors, alpha=-1)
+    for start in range(0, len(rest), BLOCK):
+        block, after = slice(start, start + BLOCK), slice(start + BLOCK, None)
+        scale = scales[groups[block]]
+        zero = torch.zeros_like(scale) if zeros is None else zeros[groups[block]]
+        levels[block], errors = _rounded(rest[block], carry[block, block], weight_format, scale, zero)
+        rest[after].addmm_(carry[block, after].t(), errors, alpha=-1)
     in_place = torch.empty_like(levels)
     in_place[order] = levels
     return grid.weight_of(in_place.t().contiguous())
+
+
+def _rounded(
+    rest: torch.Tensor,
+    carry: torch.Tensor,
+    weight_format: WeightFormat,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the levels of some inputs and their errors, all [inputs, out_features]; `rest` is written to."""
+    levels, errors = torch.empty_like(rest), torch.empty_like(rest)
+    size = SPAN[weight_format]
+    for start in range(0, len(rest), size):
+        span, after = slice(start, start + size), slice(start + size, None)
+        levels[span] = nearest_levels(rest[span], weight_format, scale[span], zero[span])
+        wrong = rest[span] - (levels[span] - zero[span]) * scale[span]
+        errors[span] = torch.linalg.solve_triangular(carry[span, span].t(), wrong, upper=False)
+        rest[after].addmm_(carry[span, after].t(), errors[span], alpha=-1)
+    return levels, errors
 
 
 def _smoothed(moments: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tensor) ->
 def _is_streamed(weight: torch.Tensor) -> bool:
     """Return whether the kernel for a few rows beats cuBLAS with this weight."""
     if weight.shape[0] >= WIDE:
-        return True
+        return weight.element_size() == 2 or has_room_for_loads(weight.device)
     return weight.shape[0] <= NARROW and weight.element_size() == 2 and has_room_for_loads(weight.device)
 
 

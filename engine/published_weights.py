@@ -89,6 +89,7 @@ class CompressedTensors:
         else:
             levels = tensors["weight"]
         block = arguments.block_structure or (1, arguments.group_size or -1)
+        _require_order(tensors.get("weight_g_idx"), shape[1], block[1])
         return levels_of(arguments.num_bits, levels, _of_blocks(scales, shape, block), block[1], zeros)
 
     def _scheme(self, layer: str) -> Any:
@@ -183,11 +184,9 @@ class Gptq:
         bits = int(self._bits or 0)
         scales = tensors["scales"].t().contiguous()
         group = -(-shape[1] // scales.shape[1])
-        order = tensors.get("g_idx")
-        if order is not None and not torch.equal(order.cpu().long(), torch.arange(shape[1]) // group):
-            raise ValueError("its inputs are in another order (desc_act), which cannot be served")
+        _require_order(tensors.get("g_idx"), shape[1], group)
         middle = 1 << (bits - 1)
-        levels = _fields(tensors["qweight"].t(), bits)[:, : shape[1]] - middle
+        levels = _fields(tensors["qweight"].t(), bits) - middle
         zeros = _fields(tensors["qzeros"], bits).t()[: shape[0]] + (self._missing - middle)
         return levels_of(bits, levels, scales, group, zeros)
 
@@ -219,6 +218,12 @@ ROUNDED = {
     torch.float8_e4m3fn: WeightFormat.FP8,
 }
 """The format of levels that were rounded here, by their dtype."""
+
+
+def _require_order(order: torch.Tensor | None, in_features: int, group: int) -> None:
+    """Raise ValueError where the groups of inputs, if a checkpoint has them, are not one after the other."""
+    if order is not None and not torch.equal(order.cpu().long(), torch.arange(in_features) // group):
+        raise ValueError("its inputs are in another order (desc_act), which cannot be served")
 
 
 def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:

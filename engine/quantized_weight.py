@@ -20,7 +20,7 @@ import torch
 GROUP = 128
 """Inputs that share a scale of four bits, where they divide by it, of a weight that is rounded here."""
 
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+SHRINKS = tuple(1 - 0.03 * step for step in range(16))
 """Shares of a group's range that are tried as the range of its four-bit levels: outliers are clipped."""
 
 

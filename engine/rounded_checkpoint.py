@@ -32,7 +32,7 @@ from engine.weights import write_tensors
 
 log = logging.getLogger(__name__)
 
-ROUNDING = "1"
+ROUNDING = "2"
 """Part of a folder's name; grows when the same floats become other levels."""
 
 LOGITS = "source_logits.npy"

@@ -11,8 +11,8 @@ from engine.quantized_linear import QuantizedLinear, quantize_linears
 from engine.quantized_weight import WeightFormat
 from tests.engine.test_gpu_model import make_family
 
-TEXT = [(index * index * 7 + 3) % 199 for index in range(600)]
-LATER = torch.tensor([[(index * index * 7 + 3) % 199 for index in range(600, 700)]])
+TEXT = [(index * index * 7 + 3) % 199 for index in range(2400)]
+LATER = torch.tensor([[(index * index * 7 + 3) % 199 for index in range(2400, 2500)]])
 
 
 def off_by(model: nn.Module, expected: torch.Tensor) -> float:

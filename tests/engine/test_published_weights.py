@@ -258,6 +258,13 @@ def broken(tensors: dict, layer: str, part: str, tensor: torch.Tensor | None) ->
             "levels are",
         ),
         ("compressed-tensors fp8", "weight_scale", torch.ones(7, 1), "do not fit"),
+        ("gptq", "qweight", torch.zeros(32, 128, dtype=torch.int32), "levels are"),
+        (
+            "compressed-tensors int4",
+            "weight_g_idx",
+            torch.arange(128).flip(0).int() // 32,
+            "another order",
+        ),
         ("compressed-tensors fp8", "weight", torch.ones(128, 128), "levels are torch.float32"),
         ("fp8 in blocks", "weight", torch.ones(128, 128).bfloat16(), "levels are torch.bfloat16"),
         ("compressed-tensors fp8", "weight_scale", None, "cannot be served as it is"),
