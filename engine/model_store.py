@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 
@@ -49,6 +50,9 @@ CONVERSION = "1"
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*_Pooling/config.json")
 """The files that are fetched from the hub and make up a model's digest."""
+
+WEIGHTS = "model.safetensors"
+"""The file of all weights; where there is none, an index says which have them."""
 
 MANIFEST = "manifest.json"
 """File of a converted folder that says what it was made from."""
@@ -200,27 +204,42 @@ def _model_files(path: Path) -> list[Path]:
     return found
 
 
-def require_own_weights(path: Path) -> None:
-    """Raise ConfigError for an index that has weights read from elsewhere, or from no safetensors.
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors that a folder's weights are read from, as transformers chooses them.
 
-    A model's id is the digest of the folder's own files, and pickle is code."""
-    for index in path.glob("*.index.json"):
-        try:
-            table = json.loads(index.read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{index}: {_last_line(str(error))}") from error
-        files = table.get("weight_map") if isinstance(table, dict) else None
-        if not isinstance(files, dict) or not files:
-            raise ConfigError(f"{index}: weight_map is wanted, an object of each weight's file")
-        for weight, name in files.items():
-            is_own = isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-            if not is_own:
-                raise ConfigError(
-                    f"{index}: weight_map: {weight[:100]} is in {str(name)[:100]!r}; "
-                    "*.safetensors of the same folder are read"
-                )
-            if not (path / name).is_file():
-                raise ConfigError(f"{index}: weight_map: {name[:100]} is missing")
+    Raises ConfigError where config.json or the index names other files than the folder's own safetensors: a
+    model's id is the digest of these, and pickle is code."""
+    config = _table(path / "config.json")
+    if config.get("transformers_weights") is not None:
+        raise ConfigError(f"{path}: config.json: transformers_weights: leave it out")
+    if (path / WEIGHTS).is_file():
+        return [path / WEIGHTS]
+    index = path / f"{WEIGHTS}.index.json"
+    if not index.exists():
+        return sorted(path.glob("*.safetensors"))
+    files = _table(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ConfigError(f"{index}: weight_map is wanted, an object of each weight's file")
+    for weight, name in files.items():
+        is_own = isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+        if not is_own:
+            raise ConfigError(
+                f"{index}: weight_map: {weight[:100]} is in {str(name)[:100]!r}; "
+                "*.safetensors of the same folder are read"
+            )
+        if not (path / name).is_file():
+            raise ConfigError(f"{index}: weight_map: {name[:100]} is missing")
+    return [path / name for name in sorted(set(files.values()))]
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {_last_line(str(error))}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: a JSON object is wanted")
+    return table
 
 
 def require_model_folder(path: Path) -> None:
@@ -231,7 +250,7 @@ def require_model_folder(path: Path) -> None:
         raise ConfigError(f"{path}: config.json is missing")
     if not list(path.glob("*.safetensors")):
         raise ConfigError(f"{path}: no *.safetensors file; other formats can carry code and are not read")
-    require_own_weights(path)
+    weight_files(path)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{path}: tokenizer.json is missing")
 

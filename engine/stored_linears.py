@@ -22,6 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from base.errors import ConfigError
+from engine.model_store import weight_files
 from engine.published_weights import PublishedFormat, published_format
 from engine.quantized_linear import READ_OTHERWISE, QuantizedLinear
 
@@ -42,6 +43,8 @@ DTYPES = {
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 """Dtypes of weights that are what they are."""
+
+MOST_TIMES = 8
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,9})\.")
 """The number of a decoder layer in a tensor's name."""
@@ -123,15 +126,17 @@ def require_floats(path: Path) -> None:
         part = name.rpartition(".")[2]
         if part in MARKS or (part == "weight" and dtype not in FLOATS):
             raise ConfigError(
-                f"{path}: {name} is {dtype}, and config.json has no quantization_config that says what it "
-                "means; it cannot be served"
+                f"{path}: {name} is {dtype}, and config.json has no quantization_config at its top that says "
+                "what it means; it cannot be served"
             )
 
 
 def require_depth(path: Path, num_layers: object) -> None:
-    """Raise ConfigError if a configuration names more layers than a folder's files have."""
+    """Raise ConfigError if a configuration names many times the layers that a folder's files have.
+
+    All of them would be made before the first one is missed. Some families count a layer several times."""
     found = [int(match[1]) for name, _, _ in _headers(path) if (match := LAYER.search(name))]
-    if found and isinstance(num_layers, int) and num_layers > max(found) + 1:
+    if found and isinstance(num_layers, int) and num_layers > MOST_TIMES * (max(found) + 1):
         raise ConfigError(
             f"{path}: config.json: num_hidden_layers is {num_layers}, the files have {max(found) + 1}"
         )
@@ -139,7 +144,7 @@ def require_depth(path: Path, num_layers: object) -> None:
 
 def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield name, dtype and shape of each tensor of a folder's files."""
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 it is no dict
                 found = tensors.get_slice(name)

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
-from engine.model_store import require_own_weights
+from engine.model_store import weight_files
 from engine.published_weights import published_format
 from engine.stored_linears import require_depth, require_floats, stored_config
 
@@ -56,7 +56,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
-    require_own_weights(path)
+    weight_files(path)  # refuses what is not the folder's own
     try:
         with ONE_AT_A_TIME:
             model, found = AutoModelForCausalLM.from_pretrained(
@@ -161,7 +161,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 if __name__ == "__main__":

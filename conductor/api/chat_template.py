@@ -43,7 +43,8 @@ _RENDER_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    RuntimeError,
+    MemoryError,
 )
 
 

@@ -62,6 +62,19 @@ IGNORED: Mapping[str, str] = {
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values of a field of another API's that ask for nothing."""
 
+NEUTRAL_TOO: Mapping[str, tuple[Any, ...]] = {
+    "n": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "add_generation_prompt": (True,),
+    "include_reasoning": (True,),
+    "parallel_tool_calls": (True,),
+    "skip_special_tokens": (True,),
+}
+"""More of them, of one field each: what is done anyway."""
+
+FOR_NOBODY = ("stream_options", "request_id")
+"""Fields of another API's that change no answer: usage is in every stream, and a header names a request."""
+
 
 def refused_or_none(extra: Mapping[str, Any], elsewhere: Collection[str] = ()) -> str | None:
     """Return the first of a body's further fields that asks for what is not done, or None.
@@ -70,8 +83,8 @@ def refused_or_none(extra: Mapping[str, Any], elsewhere: Collection[str] = ()) -
     """
     for name, value in extra.items():
         taken = REFUSED.get(name)
-        if taken is None and name in elsewhere and name not in IGNORED:
-            taken = (*NEUTRAL, 1) if name == "n" else NEUTRAL
+        if taken is None and name in elsewhere and name not in (*IGNORED, *FOR_NOBODY):
+            taken = (*NEUTRAL, *NEUTRAL_TOO.get(name, ()))
         # True is 1 to Python: types are compared too.
         if taken is not None and not any(type(value) is type(each) and value == each for each in taken):
             return name

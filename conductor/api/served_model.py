@@ -192,15 +192,20 @@ def named_sampling(sampling: SamplingParams) -> dict[str, float]:
 
 def _checked(recommended: dict[str, Any]) -> dict[str, Any]:
     """Return what a generation_config.json recommends; raises ConfigError for what no request may ask for."""
-    for name, value in recommended.items():
+    checked = {}
+    for name, given in recommended.items():
         field, kind = SAMPLING_FIELDS[name], type(getattr(SamplingParams(), name))
+        value = int(given) if kind is int and isinstance(given, float) and given.is_integer() else given
+        if name == "top_p" and value == 0:
+            continue  # which would leave no token: files have it beside do_sample: false
         is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
         if not is_number or not field.low <= value <= field.high:
             raise ConfigError(
                 f"generation_config.json: {name}: a number between {field.low:g} and {field.high:g} is "
                 f"wanted, not {value!r:.100}"
             )
-    return recommended
+        checked[name] = value
+    return checked
 
 
 def _recommended(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class Tokenizer:
             raise ConfigError(f"{path} is missing: a model folder needs one")
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except ConfigError:
+            raise
         except BaseException as error:  # of Rust's panics, which are no Exception, the name alone is known
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise

@@ -237,7 +237,8 @@ class NodeStream:
             to_node((item,))
         except (TypeError, ValueError, OverflowError) as error:
             log.exception("a message to a node cannot be packed")
-            request_id = item.work.request_id if isinstance(item, Reserve | Prefill) else None
+            whose = item.work if isinstance(item, Reserve | Prefill) else item
+            request_id = getattr(whose, "request_id", None)
             if request_id is not None and self.session is not None:
                 said = f"a number of the request cannot be sent: {error}"
                 self.session.deliver((Failed(request_id, InvalidRequestError.__name__, said),))

@@ -128,12 +128,13 @@ INDEX = "model.safetensors.index.json"
         ({"weight_map": {"a": 5}}, "same folder"),
         ({"weight_map": {"a": "other.safetensors"}}, "other.safetensors is missing"),
         ({"weight_map": {}}, "weight_map is wanted"),
-        ([], "weight_map is wanted"),
+        ([], "JSON object is wanted"),
         ("{", "Expecting"),
     ],
 )
 def test_an_index_of_weights_that_are_not_the_folders_own_is_refused(tmp_path: Path, index, reason) -> None:
     folder = folder_with_model(tmp_path / "tiny")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "a.bin").write_bytes(b"pickled")
     (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
     for refused in (
@@ -141,6 +142,32 @@ def test_an_index_of_weights_that_are_not_the_folders_own_is_refused(tmp_path: P
         lambda: load_model(folder, torch.float32),
     ):
         with pytest.raises(ConfigError, match=reason):
+            refused()
+
+
+def test_indices_and_files_that_are_not_read_are_nobodys_business(tmp_path: Path) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    for name in ("pytorch_model.bin.index.json", INDEX):
+        (folder / name).write_text(json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}))
+    save_file({"layers.9.w.weight": torch.zeros(2, dtype=torch.int8)}, folder / "consolidated.safetensors")
+    prepare(str(folder), tmp_path / "cache", heard)
+    assert load_model(folder, torch.float32).config.num_hidden_layers == 1
+    weights = folder / "model.safetensors"
+    names = dict.fromkeys(load_file(weights), "model-1.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+    weights.rename(folder / "model-1.safetensors")
+    assert load_model(folder, torch.float32).config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "sub/x.safetensors.index.json", "sub/o.safetensors"])
+def test_weights_that_a_configuration_has_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    edited(folder, transformers_weights=name)
+    for refused in (
+        lambda: prepare(str(folder), tmp_path / "cache", heard),
+        lambda: load_model(folder, torch.float32),
+    ):
+        with pytest.raises(ConfigError, match="transformers_weights"):
             refused()
 
 

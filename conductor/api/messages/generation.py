@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from conductor.api.backend import Backend
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
 from conductor.api.messages.blocks import MessageBlocks, event
-from conductor.api.messages.schema import CountTokensBody, MessagesBody
+from conductor.api.messages.schema import AnthropicMessage, Block, CountTokensBody, MessagesBody
 from conductor.api.options import (
     TextRequest,
     check_options,
@@ -41,7 +41,8 @@ async def create_message(backend: Backend, body: MessagesBody, caller: Caller, r
     """Answer a /v1/messages call; raises ServeError."""
     model = backend.model
     with params_spelled(_SPELLED):
-        turn = await _turn(model, body, has_form=body.options(1).grammar is not None)
+        _require_one_beginning(body)
+        turn = await _turn(model, body)
         max_tokens = room_for(len(turn.token_ids), body.max_tokens, model)
         options = with_turn(body.options(max_tokens), turn)
         check_options(options, caller, model)
@@ -53,49 +54,56 @@ async def create_message(backend: Backend, body: MessagesBody, caller: Caller, r
 async def count_tokens(backend: Backend, body: CountTokensBody, caller: Caller, reply: Reply) -> None:
     """Answer a /v1/messages/count_tokens call; raises ServeError."""
     with params_spelled(_SPELLED):
-        turn = await _turn(backend.model, body, has_form=False)
+        turn = await _turn(backend.model, body)
     await reply.whole([to_json({"input_tokens": len(turn.token_ids)}).encode()])
 
 
-async def _turn(model: ServedModel, body: CountTokensBody, has_form: bool) -> ChatTurn:
-    """Return the turn of a body; `has_form`: its answer has one.
-
-    Raises InvalidRequestError, also for an answer that begins with a client's words and has a form, which
-    would begin with the node's, or reasoning, which goes before."""
+async def _turn(model: ServedModel, body: CountTokensBody) -> ChatTurn:
+    """Return the turn of a body; raises InvalidRequestError."""
     require_model(model, body.model)
     messages, beginning = body.conversation()
     turn = await prepare_turn(
         model, messages, body.asked_tools(), body.asked_reasoning(), body.chat_template_kwargs
     )
-    if has_form or beginning:
+    if beginning or body.grammar() is not None:
         turn = without_thinking(model, turn)
     if not beginning:
         return turn
-    if has_form or turn.grammar_source is not None:
+    begun = await plain_token_ids(model, beginning)
+    return replace(turn, token_ids=(*turn.token_ids, *begun))
+
+
+def _require_one_beginning(body: MessagesBody) -> None:
+    """Raise InvalidRequestError where a client's words and something else begin the answer.
+
+    A form begins it with its own words, and so does a call that is demanded; reasoning goes before all."""
+    last = body.messages[-1]
+    if last.role != "assistant" or any(block.type == "tool_use" for block in _blocks(last)):
+        return
+    is_demanded = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
+    if is_demanded or body.grammar() is not None:
         raise InvalidRequestError(
             "messages: an answer that a last message of the assistant's begins has no form and no call that "
             "is demanded: leave that message out, or output_config.format and tool_choice",
             "messages",
         )
-    if body.thinking is not None and body.thinking.type != "disabled":
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    if thinks and not any(block.type.endswith("thinking") for block in _blocks(last)):
         raise InvalidRequestError(
             "messages: the last one is the assistant's, before which there is no thinking: leave out one",
             "messages",
         )
-    begun = await plain_token_ids(model, beginning)
-    return replace(turn, token_ids=(*turn.token_ids, *begun))
+
+
+def _blocks(message: AnthropicMessage) -> Sequence[Block]:
+    return () if isinstance(message.content, str) else message.content
 
 
 async def _answer(
     backend: Backend, body: MessagesBody, turn: ChatTurn, asked: TextRequest, reply: Reply, is_short: bool
 ) -> None:
     model = backend.model
-    num_calls = sum(
-        block.type == "tool_use"
-        for message in body.messages
-        if not isinstance(message.content, str)
-        for block in message.content
-    )
+    num_calls = sum(block.type == "tool_use" for message in body.messages for block in _blocks(message))
     blocks = MessageBlocks(call_ids(model.family, backend.rng, num_calls, "toolu_"))
     num_prompt_tokens = len(turn.token_ids)
     events, is_begun = "", False

@@ -137,6 +137,12 @@ class CountTokensBody(StrictBody):
         on = {"enable_thinking": True, "thinking": True}
         return Reasoning(thinking.display != "omitted", thinking.budget_tokens, on)
 
+    def grammar(self) -> Grammar | None:
+        """Return the form that the answer is to have."""
+        asked = self.output_config.format if self.output_config is not None else None
+        asked = asked or self.output_format
+        return Grammar(GrammarKind.JSON_SCHEMA, asked.json_schema) if asked is not None else None
+
     def conversation(self) -> tuple[list[ChatMessage], str]:
         """Return the turns so far, and the beginning of the answer; raises InvalidRequestError.
 
@@ -165,14 +171,9 @@ class MessagesBody(CountTokensBody, SamplingBody):  # type: ignore[valid-type, m
             sampling=sampling_of(self),
             max_tokens=max_tokens,
             stop=tuple(text for text in self.stop_sequences or () if text and not text.isspace()),
-            grammar=self._grammar(),
+            grammar=self.grammar(),
             grammar_param="output_config.format",
         )
-
-    def _grammar(self) -> Grammar | None:
-        asked = self.output_config.format if self.output_config is not None else None
-        asked = asked or self.output_format
-        return Grammar(GrammarKind.JSON_SCHEMA, asked.json_schema) if asked is not None else None
 
 
 def _tool(tool: AnthropicTool, param: str) -> ToolSpec:

@@ -70,6 +70,7 @@ def test_templates_own_refusal_is_the_clients_error():
         "{% set ns = namespace(_x=1) %}",
         "{{ range(10**9) | list }}",
         "{{ missing.attribute.more }}",
+        "{{ cycler() }}",
     ],
 )
 def test_template_that_leaves_the_sandbox_or_fails_is_refused(source):

@@ -116,6 +116,8 @@ async def test_fields_of_chats_that_ask_for_nothing_and_numbers_of_sampling_are_
             "seed": 7,
             "min_p": 0.25,
         }
+        asked |= {"response_format": {"type": "text"}, "parallel_tool_calls": True}
+        asked |= {"stream_options": {"include_usage": True}, "skip_special_tokens": True}
         await messages.create(**body(extra_body=asked))
     sampling = api.dispatcher.requests[0].sampling
     assert (sampling.seed, sampling.min_p) == (7, 0.25)
@@ -127,6 +129,19 @@ async def test_a_beginning_comes_after_the_thinking_that_a_template_opens(tooled
     async with asking(tooled, "3") as (messages, api):
         await messages.create(**body(messages=[QUESTION, beginning], extra_body=thinks))
     assert prompt_of(tooled, api).endswith("<think>\n\n</think>\n\nIt is ")
+
+
+async def test_a_history_that_ends_with_the_assistant_is_counted_and_gone_on_with_after_its_thinking(tooled):
+    thoughts = [{"type": "thinking", "thinking": "Sum.", "signature": ""}, {"type": "text", "text": "It is "}]
+    asked = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+    async with asking(tooled, "3") as (messages, api):
+        for content in (thoughts, "It is "):
+            history = [QUESTION, {"role": "assistant", "content": content}]
+            counted = await messages.count_tokens(model=MODEL, messages=history, thinking=asked["thinking"])
+            assert counted.input_tokens > 10
+        history = [QUESTION, {"role": "assistant", "content": thoughts}]
+        await messages.create(**body(messages=history, **asked))
+        assert prompt_of(tooled, api).endswith("</think>\n\nIt is ")
 
 
 @pytest.mark.parametrize(("num_chars", "is_inline"), [(20, True), (5_000, False)])

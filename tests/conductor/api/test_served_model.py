@@ -40,6 +40,12 @@ def test_an_end_token_that_the_model_has_no_logit_of_is_left_out(folder):
     assert load_served_model(folder, "m").eos_token_ids == (0, 2)
 
 
+def test_what_a_file_recommends_is_read_as_it_is_meant(folder):
+    edit(folder / "generation_config.json", top_k=20.0, top_p=0, temperature=0, repetition_penalty=1)
+    sampling = load_served_model(folder, "m").sampling
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (20, 1.0, 0)
+
+
 def test_a_chat_template_of_another_type_is_refused(folder):
     (folder / "chat_template.jinja").unlink()
     for template in (5, [5], [{}], True):
