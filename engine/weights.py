@@ -30,9 +30,8 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
-from engine.model_store import weight_files
 from engine.published_weights import published_format
-from engine.stored_linears import require_depth, require_floats, stored_config
+from engine.stored_linears import require_depth, require_floats, stored_config, tensor_headers
 
 LOAD_ERRORS = (
     *(OSError, ValueError, ImportError, LookupError, RuntimeError, ArithmeticError, TypeError),
@@ -56,7 +55,6 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
-    weight_files(path)  # refuses what is not the folder's own
     try:
         with ONE_AT_A_TIME:
             model, found = AutoModelForCausalLM.from_pretrained(
@@ -83,10 +81,11 @@ def _config(path: Path) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         path, local_files_only=True, trust_remote_code=False
     )
-    require_depth(path, getattr(config.get_text_config(), "num_hidden_layers", None))
+    headers = list(tensor_headers(path))  # refuses files that are not the folder's own
+    require_depth(path, headers, getattr(config.get_text_config(), "num_hidden_layers", None))
     published = getattr(config, "quantization_config", None)
-    if published is None:
-        require_floats(path)
+    if not published:
+        require_floats(path, headers)
         return config
     published_format(published)  # refuses what cannot be served before anything is read
     config.quantization_config = stored_config(path, published)

@@ -12,7 +12,6 @@ narrower sampling than that, and their authors say so in this file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from base.errors import ConfigError
 from base.request import SAMPLING_FIELDS, SamplingParams
+from base.tables import read_object
 from conductor.api.chat_template import ChatTemplate
 from conductor.api.embeddings.rule import EmbeddingRule, embedding_rule
 from conductor.api.parsing.families import FORMS, family_of
@@ -74,7 +74,7 @@ def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
         raise ConfigError(
             f"server.model_family: one of {PLAIN}, {', '.join(FORMS)} is wanted, not {family!r}"
         )
-    config = _read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     # A multimodal model keeps its language model's configuration one level down.
     text_config = config.get("text_config", config)
     if not isinstance(text_config, dict):
@@ -107,18 +107,8 @@ def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: a JSON object is wanted")
-    return table
-
-
 def _read_json_or_empty(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}
+    return read_object(path) if path.exists() else {}
 
 
 def _special_tokens(table: Mapping[str, Any]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from base.errors import ConfigError
 from base.request import Pooling
+from base.tables import read_object
 
 MODULES = "modules.json"
 _DONE = {"Transformer", "Pooling", "Normalize"}
@@ -50,12 +51,12 @@ def embedding_rule(folder: Path, text_config: Mapping[str, Any]) -> EmbeddingRul
     if not (folder / MODULES).is_file():
         return EmbeddingRule(Pooling.LAST, hidden_size=hidden_size)
     pooling, refusal = Pooling.LAST, ""
-    for module in _read(folder / MODULES, list):
+    for module in _listed(folder / MODULES):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in _DONE:
             refusal = refusal or f"{MODULES} names a module of type {kind[:100]!r}, which is not done here"
         if kind == "Pooling":
-            modes = _modes(_read(folder / str(module.get("path", "")) / "config.json", dict))
+            modes = _modes(read_object(folder / str(module.get("path", "")) / "config.json"))
             if len(modes) == 1 and modes[0] in _MODES:
                 pooling = _MODES[modes[0]]
             else:
@@ -73,12 +74,11 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     return [mode for name, mode in _OLDER_MODES.items() if config.get(name)]
 
 
-def _read(path: Path, kind: type[Any]) -> Any:
+def _listed(path: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    is_right = isinstance(found, kind) and (kind is dict or all(isinstance(each, dict) for each in found))
-    if not is_right:
-        raise ConfigError(f"{path}: a JSON {'object' if kind is dict else 'list of objects'} is wanted")
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ConfigError(f"{path}: a JSON list of objects is wanted")
     return found

@@ -41,7 +41,6 @@ async def create_message(backend: Backend, body: MessagesBody, caller: Caller, r
     """Answer a /v1/messages call; raises ServeError."""
     model = backend.model
     with params_spelled(_SPELLED):
-        _require_one_beginning(body)
         turn = await _turn(model, body)
         max_tokens = room_for(len(turn.token_ids), body.max_tokens, model)
         options = with_turn(body.options(max_tokens), turn)
@@ -69,17 +68,16 @@ async def _turn(model: ServedModel, body: CountTokensBody) -> ChatTurn:
         turn = without_thinking(model, turn)
     if not beginning:
         return turn
+    if isinstance(body, MessagesBody):
+        _require_one_beginning(body)
     begun = await plain_token_ids(model, beginning)
     return replace(turn, token_ids=(*turn.token_ids, *begun))
 
 
 def _require_one_beginning(body: MessagesBody) -> None:
-    """Raise InvalidRequestError where a client's words and something else begin the answer.
+    """Raise InvalidRequestError where something else than the client's words begins the answer, too.
 
     A form begins it with its own words, and so does a call that is demanded; reasoning goes before all."""
-    last = body.messages[-1]
-    if last.role != "assistant" or any(block.type == "tool_use" for block in _blocks(last)):
-        return
     is_demanded = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
     if is_demanded or body.grammar() is not None:
         raise InvalidRequestError(
@@ -88,7 +86,7 @@ def _require_one_beginning(body: MessagesBody) -> None:
             "messages",
         )
     thinks = body.thinking is not None and body.thinking.type != "disabled"
-    if thinks and not any(block.type.endswith("thinking") for block in _blocks(last)):
+    if thinks and not any(block.type.endswith("thinking") for block in _blocks(body.messages[-1])):
         raise InvalidRequestError(
             "messages: the last one is the assistant's, before which there is no thinking: leave out one",
             "messages",
