@@ -16,6 +16,11 @@ def epochs(cluster):
     return {node["id"]: node["epoch"] for node in cluster.status()["nodes"]}
 
 
+def are_back(now, before):
+    """Return whether all nodes are attached again. One look: between two of them they may leave."""
+    return now.keys() == before.keys() and all(epoch != before[name] for name, epoch in now.items())
+
+
 @pytest.mark.full
 def test_a_prefill_node_that_starts_cold_loads_what_the_decode_node_holds(cluster):
     expected, _ = generated(cluster.grpc_address, LONG_PROMPT, 8)
@@ -32,12 +37,7 @@ def test_killed_nodes_come_back_with_new_epochs_and_give_the_same_tokens(cluster
     before = epochs(cluster)
     for name in before:
         os.kill(cluster.processes[name].pid(), signal.SIGKILL)
-    until(
-        lambda: (
-            epochs(cluster).keys() == before.keys()
-            and all(epoch != before[name] for name, epoch in epochs(cluster).items())
-        )
-    )
+    until(lambda: are_back(epochs(cluster), before))
     tokens, usage = generated(cluster.grpc_address, PROMPT, 8)
     assert tokens == expected
     assert usage.cached_tokens == 0, "a dead node's blocks are still believed in"
