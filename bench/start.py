@@ -3,7 +3,8 @@
 A checkpoint of a known model's shape with random weights is written to a folder, as published ones are. Each
 start is a process of its own: it loads the folder, checks itself, compiles, captures its graphs and answers
 one prompt. The first start rounds weights and compiles, later ones find both. The files are in the page cache
-unless `--cold` drops them before each start.
+unless `--cold` drops them before each start. Programs are installed with their bytecode: where the machine
+writes none, as images often are set up, the first start writes it for the later ones.
 
     python -m bench.start --model 8b --quantization fp8 --kv-dtype fp8 --starts 3
 """
@@ -54,8 +55,19 @@ def drop_pages(folder: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def with_bytecode(folder: Path) -> dict[str, str]:
+    """Return this process's environment, but bytecode is written: to `folder` where it is written nowhere."""
+    environment = dict(os.environ)
+    if environment.pop("PYTHONDONTWRITEBYTECODE", None):
+        environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+    return environment
+
+
 async def start(config: EngineConfig, folder: str, rounded: Path) -> dict[str, float]:
-    """Start an engine in this process, have one answer of it, and return the seconds of each part."""
+    """Start an engine in this process, have one answer of it, and return the seconds of each part.
+
+    `ready_at_s` is the moment of the first token, on the clock that all processes of a machine share.
+    """
     marks = [time.perf_counter()]
     model = load_rank(config, folder, None, rounded)
     if model.device.type == "cuda":
@@ -66,11 +78,12 @@ async def start(config: EngineConfig, folder: str, rounded: Path) -> dict[str, f
     driver = Driver(engine, Prompts(engine.vocab_size, seed=0))
     await driver.prefill_s(100, 1)
     marks.append(time.perf_counter())
+    ready_at_s = time.monotonic()
     await driver.close()
     names = ("weights_s", "check_s", "first_token_s")
     seconds = (after - before for before, after in itertools.pairwise(marks))
     parts = dict(zip(names, seconds, strict=True))
-    return {**parts, "error": model.quantization.error}
+    return {**parts, "ready_at_s": ready_at_s, "error": model.quantization.error}
 
 
 def _child(options: argparse.Namespace) -> None:
@@ -110,10 +123,12 @@ def main() -> None:
             command = [sys.executable, "-m", "bench.start", "--child", "--folder", str(folder)]
             command += ["--quantization", options.quantization, "--kv-dtype", options.kv_dtype]
             command += ["--kv-cache-gib", str(options.kv_cache_gib)]
-            began_s = time.perf_counter()
-            finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            whole_s = time.perf_counter() - began_s
-            row = {"start": number, "seconds": whole_s, **json.loads(finished.stdout.splitlines()[-1])}
+            began_s = time.monotonic()
+            finished = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=True, env=with_bytecode(Path(work))
+            )
+            parts = json.loads(finished.stdout.splitlines()[-1])
+            row = {"start": number, "seconds": parts.pop("ready_at_s") - began_s, **parts}
             print(json.dumps(row), flush=True)
             rows.append(row)
     result = {

@@ -109,7 +109,9 @@ def read_cluster_config(path: Path | None) -> ClusterConfig:
         raise ConfigError(f"{where}: {error.problem or error.context}") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: tables and lists are nested too deep") from error
-    except (OSError, yaml.YAMLError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 

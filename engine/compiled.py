@@ -93,6 +93,9 @@ def compile_layers(layers: nn.ModuleList) -> None:
     """Compile `forward` of the modules of `layers` in place, on their next call."""
     # One for each kind of step and of layer; fullgraph makes a layer beyond that an error.
     torch._dynamo.config.recompile_limit = MAX_VARIANTS
+    # A layer's numbers are constants. As inputs they have the first layers traced twice: our operators take
+    # no such inputs.
+    torch._dynamo.config.specialize_float = True
     for layer in layers:
         layer.forward = compiled(layer.forward)
 

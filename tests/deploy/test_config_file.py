@@ -65,8 +65,9 @@ def test_everything_wrong_is_told_at_once(tmp_path):
 
 
 def test_a_missing_file_is_told(tmp_path):
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file") as caught:
         read_cluster_config(tmp_path / "nowhere.yaml")
+    assert str(caught.value).count("nowhere.yaml") == 1
 
 
 def paths_of(table, prefix=()):
