@@ -111,12 +111,19 @@ def _nearest(key: str, known: typing.Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(names)}"
 
 
+def read_json(path: Path) -> Any:
+    """Return what a file of JSON holds; raises ConfigError, naming the file, if it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a file of JSON; raises ConfigError, naming the file, if there is none."""
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    table = read_json(path)
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: a JSON object is wanted")
     return table

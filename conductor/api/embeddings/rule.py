@@ -8,14 +8,13 @@ says nothing is a model for text: then the last token's state is taken, the one 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from base.errors import ConfigError
 from base.request import Pooling
-from base.tables import read_object
+from base.tables import read_json, read_object
 
 MODULES = "modules.json"
 _DONE = {"Transformer", "Pooling", "Normalize"}
@@ -75,10 +74,7 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(path: Path) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    found = read_json(path)
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise ConfigError(f"{path}: a JSON list of objects is wanted")
     return found
