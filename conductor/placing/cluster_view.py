@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, nan
 
-from base.errors import StaleError
-from base.kv_layout import layout_difference
 from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role
 from conductor.placing.copy_price import CopyPrice
@@ -32,7 +30,7 @@ from conductor.placing.cost_model import Corrections, CostModel
 from conductor.placing.decode_projection import DecodeProjection
 from conductor.placing.fading_rate import FadingRate
 from conductor.placing.load_order import LoadOrder, bits_of
-from conductor.placing.node_state import InFlight, NodeState
+from conductor.placing.node_state import InFlight, NodeState, require_same_kv
 from conductor.placing.pace_classes import PaceClasses
 from conductor.placing.placement import Placement, PlacementRequest, RejectReason
 from conductor.placing.room_price import RoomPrice
@@ -41,6 +39,11 @@ from kvstore.index import Key, NodeEvents, PrefixIndex
 # Of outputs seen so far; a new request is expected to be as long, up to its max_tokens.
 OUTPUT_GAIN = 0.02
 INITIAL_OUTPUT_TOKENS = 256.0
+
+# Of prompts placed so far: the next one is expected to take as long to compute.
+PROMPT_GAIN = 0.01
+# A decode node that computes a prompt counts as one with steps this much longer: who joins makes it later.
+COMPUTES_TOO = 1.5
 
 # Of the last few stored prompts, in how much they made a node evict.
 EVICT_GAIN = 0.2
@@ -80,6 +83,8 @@ class ClusterView:
         self.num_waiting = 0
         """Requests that are not placed yet: their owner says how many."""
         self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
+        self.mean_prefill_s = 0.0
+        """Predicted seconds of a prompt, on a node that does nothing else, over those placed lately."""
         self.prefill_demand = FadingRate()
         """Predicted seconds of prefill placed a second, of nodes that do nothing else."""
         self._cost = cost
@@ -110,24 +115,8 @@ class ClusterView:
         return node
 
     def require_compatible(self, info: NodeInfo) -> None:
-        """Raise StaleError if the node's KV cannot be exchanged with the other nodes'.
-
-        A node without roles has blocks of any model: their names tell models and layouts apart.
-        """
-        if not info.roles:
-            return
-        if info.block_size != self.block_size:
-            raise StaleError(
-                f"node {info.node_id} has blocks of {info.block_size} tokens, this cluster of "
-                f"{self.block_size}: give it the same block_size"
-            )
-        for other in self._nodes.values():
-            if other.info.node_id != info.node_id and other.info.layout_id not in ("", info.layout_id):
-                raise StaleError(
-                    f"node {info.node_id} and node {other.info.node_id} differ in the layout of KV: "
-                    f"{layout_difference(info.layout_id, other.info.layout_id)}: give both the same model, "
-                    "device, block_size, dtype, kv_dtype and quantization (or all mixed_weights)"
-                )
+        """Raise StaleError if the node's KV cannot be exchanged with the other nodes'."""
+        require_same_kv(info, [node.info for node in self._nodes.values()], self.block_size)
 
     def remove_node(self, node_id: NodeId) -> None:
         """Forget a node; requests placed on it stay in the account until `finished`."""
@@ -195,7 +184,7 @@ class ClusterView:
         if self.prefill_mask >> slot & 1:
             queue_s = max(0.0, self.prefill_order.value(slot) - now_s)
         if self.decode_mask >> slot & 1:
-            step_s = self.decode_order.value(slot)
+            step_s = self._step_s(self.node_at(slot))
         return queue_s, step_s
 
     # What nodes report
@@ -279,6 +268,7 @@ class ClusterView:
         )
         self.num_in_flight += 1
         self.prefill_demand.add(prefill_s * placement.prompt_share, now_s)
+        self.mean_prefill_s += PROMPT_GAIN * (prefill_s * placement.prompt_share - self.mean_prefill_s)
         self._note_missed(request, placement.matched_blocks)
         self._join_queue(flight, now_s + placement.fetch_s)
         if source is not None:
@@ -422,6 +412,8 @@ class ClusterView:
         decode.receiving_s += flight.handoff_s
         if prefills:
             self.prefill_order.set(node.slot, max(start_s + flight.prefill_s, node.sends_until_s))
+        else:
+            self._reorder(node)
 
     def _foreign_queue_s(self, node: NodeState, beat: Heartbeat) -> float:
         """Return the seconds of prefill that a node has to do for other conductors, by its heartbeat."""
@@ -472,14 +464,22 @@ class ClusterView:
         if self.prefill_mask >> node.slot & 1 and node.is_member:
             ends_s = now_s + max(node.queued_s, node.sending_s) + node.foreign_queue_s
             self.prefill_order.set(node.slot, ends_s)
+        else:
+            self._reorder(node)
 
     def _reorder(self, node: NodeState) -> None:
         self.note_lent(node)
         if self.decode_mask >> node.slot & 1 and node.is_member:
-            step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
-            if self.corrections.has_learned:
-                step_s *= self.corrections.ratio(node.info.node_id, "decode")
-            self.decode_order.set(node.slot, step_s)
+            step_s = self._step_s(node)
+            computes = node.num_queued and not self.prefill_mask >> node.slot & 1
+            self.decode_order.set(node.slot, step_s * COMPUTES_TOO if computes else step_s)
+
+    def _step_s(self, node: NodeState) -> float:
+        """Return the predicted seconds of a step without prompts, with all who are to decode on a node."""
+        step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+        if self.corrections.has_learned:
+            step_s *= self.corrections.ratio(node.info.node_id, "decode")
+        return step_s
 
     def note_lent(self, node: NodeState) -> None:
         """Let `lent_mask` say whether `node` is a prefill node that decodes."""

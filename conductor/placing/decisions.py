@@ -52,7 +52,8 @@ class NodeSeen(NamedTuple):
     dispatch_s: float
     """Learned: what is in no term."""
     step_s: float
-    """The predicted decode step that nodes are ordered by; 0 unless it decodes."""
+    """The predicted decode step that nodes are ordered by, longer where a prompt is computed; 0 unless it
+    decodes."""
     free_tokens: float
     decode_sequences: int
     decode_context_tokens: float
@@ -100,6 +101,8 @@ class ViewSeen(NamedTuple):
     """How often a request's own part of a step counts, while the decode pool has no room for all."""
     prefill_demand: float = 0.0
     """Predicted seconds of prefill that are placed a second."""
+    mean_prefill_s: float = 0.0
+    """Predicted seconds of a prompt, over those placed lately."""
 
 
 class Decision(NamedTuple):
@@ -181,6 +184,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.copy_price.restore(seen.block_price_s)
     view.room_price.restore(seen.room_price, made.decided_at_s)
     view.prefill_demand.restore(seen.prefill_demand, made.decided_at_s)
+    view.mean_prefill_s = seen.mean_prefill_s
     # as if all were other conductors': those are expected at any moment, whatever t_d is
     view.foreign_sequences, view.foreign_context_tokens = seen.projected
     return view
@@ -211,6 +215,7 @@ def _seen(
         view.copy_price.block_s,
         view.room_price.price,
         view.prefill_demand.at(now_s),
+        view.mean_prefill_s,
     )
 
 

@@ -1,8 +1,10 @@
 """Lent decode: when a prefill node decodes, for want of room or time in the decode pool, or to spare copies.
 
 * A sequence that joins a full decode node makes every other one there late. A prefill node takes it instead,
-  if prefill nodes have time. Of those the first that decodes already, so that few have their steps bounded;
-  else the one that computes the prompt, whose KV then goes nowhere.
+  if prefill nodes have time, and if a prompt of usual length still has its first token in time there: beside
+  what decodes it has only a share of each step, and long prompts lose more than the sequence gains. Of those
+  nodes the first that decodes already, so that few have their steps bounded; else the one that computes the
+  prompt, whose KV then goes nowhere.
 * Where caches are full and what they evict comes back (`copy_price.py`), a prompt that is handed over is
   stored twice and evicts as much of others. Then the node that computes it keeps it, if decoding takes less
   from the prompts of that node: so a chat stays on one node, unless bounds are tight.
@@ -24,13 +26,16 @@ from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.prefill_policies import copy_s
-from conductor.placing.prompt_share import share_beside, share_when_begun
+from conductor.placing.prompt_share import LEAST_SHARE, share_beside, share_when_begun
 
 QUEUE_S = 2.0
 """A queue of so many seconds takes all of a prefill node's time."""
 
 SPARE_FROM = 0.7
 """Prefill nodes that have less to do than so much of their time have some for sequences."""
+
+IN_TIME = 0.6
+"""A prompt may take this share of a bound on TTFT on a node that lends: the rest is for its queue."""
 
 MAX_LENDERS = 8
 """Prefill nodes that are looked at."""
@@ -112,7 +117,26 @@ def _lender(
     nodes = [view.node_at(slot) for slot in bits_of(view.lent_mask, MAX_LENDERS)]
     if computing not in nodes:
         nodes.append(computing)
-    return next((node for node in nodes if _bears(request, node, needed, view, cost)), None)
+    return next(
+        (
+            node
+            for node in nodes
+            if _bears(request, node, needed, view, cost) and _keeps_prompts(request, node, view, cost)
+        ),
+        None,
+    )
+
+
+def _keeps_prompts(request: PlacementRequest, node: NodeState, view: ClusterView, cost: CostModel) -> bool:
+    """Return whether a usual prompt is computed in time on a node once a request decodes there.
+
+    The request's own bound on TTFT stands for all: nobody knows whose prompts will come.
+    """
+    bound_s = request.slo.ttft_slo_s
+    if bound_s == inf:
+        return True
+    share = share_beside(_joined_s(request, node, view, cost), bearable_s(request, node, cost))
+    return share >= LEAST_SHARE and view.mean_prefill_s / share <= IN_TIME * bound_s
 
 
 def _bears(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+from base.errors import StaleError
 from base.grants import PeerDescriptor
+from base.kv_layout import layout_difference
 from base.messages import NodeInfo
 from base.request import NodeId, Role
 from kvstore.index import NodeEvents
@@ -90,3 +93,24 @@ def bare_node(
     """Return a node that nobody can connect to: what placement reads of one, and no more."""
     peer = PeerDescriptor(node_id, epoch, ())
     return NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "")
+
+
+def require_same_kv(info: NodeInfo, others: Iterable[NodeInfo], block_size: int) -> None:
+    """Raise StaleError if a node's KV cannot be exchanged with that of others.
+
+    A node without roles has blocks of any model: their names tell models and layouts apart.
+    """
+    if not info.roles:
+        return
+    if info.block_size != block_size:
+        raise StaleError(
+            f"node {info.node_id} has blocks of {info.block_size} tokens, this cluster of "
+            f"{block_size}: give it the same block_size"
+        )
+    for other in others:
+        if other.node_id != info.node_id and other.layout_id not in ("", info.layout_id):
+            raise StaleError(
+                f"node {info.node_id} and node {other.node_id} differ in the layout of KV: "
+                f"{layout_difference(info.layout_id, other.layout_id)}: give both the same model, "
+                "device, block_size, dtype, kv_dtype and quantization (or all mixed_weights)"
+            )

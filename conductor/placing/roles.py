@@ -5,9 +5,11 @@ Any node does both at any moment, in steps that take of prompts what those who d
 `lent_decode.py` and `inline_prefill.py` say what it is given beyond. So a change is an order, and nothing
 else: no drain, no reload; what the node has goes on, and its blocks are found where they are.
 
-    load of the prefill pool = (seconds of prefill that come a second + seconds queued / QUEUE_S) / its nodes
+    load of the prefill pool = (seconds of prefill that come a second + seconds waiting / QUEUE_S) / its nodes
     load of the decode pool = sum over all nodes of what they decode, as a share of what its bounds and their
                               blocks allow / its nodes
+
+What a node computes does not wait: one prompt of 60,000 tokens is no queue, however long it takes.
 
 The more loaded pool bounds goodput. So a node drifts to it where the more loaded of both would be less loaded
 afterwards, by GAIN at least: where load is balanced nothing changes, and nothing goes to and fro. What is
@@ -33,13 +35,13 @@ STEP_S = 1.0
 QUEUE_S = 2.0
 """A queue of so many seconds counts as much as a node that computes all the time."""
 
-SMOOTHING_S = 2.0
+SMOOTHING_S = 6.0
 """Arrivals come in bursts; what is shorter is answered by placement alone."""
 
 HOLD_S = 1.0
 """Seconds for which a change must be wanted."""
 
-BUSY = 0.6
+BUSY = 0.8
 """Load of one pool at least: below it a change gains nothing that a request could see."""
 
 GAIN = 0.1
@@ -96,7 +98,7 @@ class RoleController:
         own = view.running_sequences - view.foreign_sequences
         come = view.prefill_demand.at(now_s) * (view.running_sequences / own if own > 0 else 1.0)
         prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
-        queued_s = waiting_s + sum(node.queued_s + node.foreign_queue_s for node in prefill)
+        queued_s = waiting_s + sum(_waiting_s(node) for node in prefill)
         found = {Role.PREFILL: come + queued_s / QUEUE_S, Role.DECODE: decode_demand(view, self._cost)}
         gain = passed_s / (passed_s + SMOOTHING_S)
         for role, demand in found.items():
@@ -119,6 +121,12 @@ class RoleController:
             if load < best:
                 best, wanted = load, role
         return wanted
+
+
+def _waiting_s(node: NodeState) -> float:
+    """Return the predicted seconds of a node's prompts that wait for the one before them."""
+    own_s = node.queued_s * (node.num_queued - 1) / node.num_queued if node.num_queued else 0.0
+    return own_s + node.foreign_queue_s
 
 
 def decode_demand(view: ClusterView, cost: CostModel) -> float:

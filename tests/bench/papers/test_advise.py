@@ -122,7 +122,7 @@ def alike(tmp_path, input_tokens: int, output_tokens: int, every_s: float):
     ("load", "bounds", "part"),
     [
         ((8_192, 8, 0.12), ("2", "0.05"), "prefill"),
-        ((2_048, 512, 0.1), ("2", "0.007"), "decode"),
+        ((256, 512, 0.07), ("2", "0.007"), "decode"),
     ],
 )
 def test_what_bounds_nodes_is_named(tmp_path, capsys, load, bounds, part) -> None:
