@@ -148,3 +148,26 @@ def test_a_prompt_of_which_a_vector_is_wanted_is_lent_nothing():
     view = full_decode(make_view(1, 1))
     placement = require_placement(place(make_request(max_tokens=0), view, COST, 0.0, FOLLOW))
     assert placement.decode_node == placement.prefill_node == "p0"
+
+
+def test_a_prefill_node_lends_nothing_where_a_usual_prompt_would_then_be_late():
+    view = full_decode(make_view(1, 1))
+    request = make_request(slo=Slo(ttft_slo_s=1_000.0))
+    view.mean_prefill_s = 1.0
+    assert require_placement(place(request, view, COST, 0.0, FOLLOW)).decode_node == "p0"
+    view.mean_prefill_s = 900.0
+    assert isinstance(place(request, view, COST, 0.0, FOLLOW), Rejection)
+    # who names no bound asks for nothing to be in time
+    assert require_placement(place(make_request("b"), view, COST, 0.0, FOLLOW)).decode_node == "p0"
+
+
+def test_a_decode_node_that_computes_a_prompt_is_chosen_after_others():
+    view = make_view(1, 2)
+    first = make_request("a")
+    placement = require_placement(place(first, view, COST, 0.0, FIXED))
+    node = view.node(placement.decode_node)
+    view.placed(first, placement._replace(prefill_node=node.info.node_id), 0.0)
+    step_s = view.load_of(node.info.node_id, 0.0)[1]
+    assert view.decode_order.value(node.slot) == 1.5 * step_s
+    view.prefill_done(RequestId("a"), 1.0)
+    assert view.decode_order.value(node.slot) == step_s

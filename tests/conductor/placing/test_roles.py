@@ -143,3 +143,13 @@ def test_another_conductors_sequences_on_a_prefill_node_are_counted():
     assert (node.decode_sequences, view.lent_mask) == (3, 1 << node.slot)
     view.heartbeat(NodeId("p0"), make_heartbeat(), 2.0)
     assert (node.decode_sequences, view.lent_mask) == (0, 0)
+
+
+@pytest.mark.parametrize(("num_prompts", "changed"), [(1, False), (2, True)])
+def test_a_prompt_that_is_computed_is_no_queue(num_prompts, changed):
+    view = make_view(1, 4)
+    for number in range(num_prompts):
+        request = make_request(f"p{number}", blocks=400, first_block=5_000 * number, max_tokens=1)
+        view.placed(request, require_placement(place(request, view, COST, 0.0, UNREFUSED)), 0.0)
+    view.prefill_demand.restore(0.0, 0.0)  # only the queue is looked at
+    assert bool(changes(RoleController(COST), view, 20)) is changed
