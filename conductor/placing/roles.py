@@ -6,8 +6,8 @@ Any node does both at any moment, in steps that take of prompts what those who d
 else: no drain, no reload; what the node has goes on, and its blocks are found where they are.
 
     load of the prefill pool = (seconds of prefill that come a second + seconds waiting / QUEUE_S) / its nodes
-    load of the decode pool = sum over all nodes of what they decode, as a share of what its bounds and their
-                              blocks allow / its nodes
+    load of the decode pool = (sum over all nodes of what they decode, as a share of what its bounds and their
+                              blocks allow / BORNE) / its nodes
 
 What a node computes does not wait: one prompt of 60,000 tokens is no queue, however long it takes.
 
@@ -35,13 +35,20 @@ STEP_S = 1.0
 QUEUE_S = 2.0
 """A queue of so many seconds counts as much as a node that computes all the time."""
 
-SMOOTHING_S = 6.0
+SMOOTHING_S = 3.0
 """Arrivals come in bursts; what is shorter is answered by placement alone."""
 
 HOLD_S = 1.0
 """Seconds for which a change must be wanted."""
 
-BUSY = 0.8
+BORNE = 2.0 / 3.0
+"""Share of its bounds at which a decode node is as loaded as a prefill node that computes all the time.
+
+Prompts wait for each other, or go to a decode node. Sequences cannot: where a node decodes more of them than
+others, they are late, and that begins before the mean of all nodes comes near the bounds.
+"""
+
+BUSY = 1.0
 """Load of one pool at least: below it a change gains nothing that a request could see."""
 
 GAIN = 0.1
@@ -99,7 +106,8 @@ class RoleController:
         come = view.prefill_demand.at(now_s) * (view.running_sequences / own if own > 0 else 1.0)
         prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
         queued_s = waiting_s + sum(_waiting_s(node) for node in prefill)
-        found = {Role.PREFILL: come + queued_s / QUEUE_S, Role.DECODE: decode_demand(view, self._cost)}
+        decoding = decode_demand(view, self._cost) / BORNE
+        found = {Role.PREFILL: come + queued_s / QUEUE_S, Role.DECODE: decoding}
         gain = passed_s / (passed_s + SMOOTHING_S)
         for role, demand in found.items():
             self._demands[role] += gain * (demand - self._demands[role])

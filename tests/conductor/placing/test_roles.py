@@ -3,7 +3,8 @@
 import pytest
 
 from base.request import NodeId, Role, Slo
-from conductor.placing.roles import HOLD_S, STEP_S, RoleController
+from base.step_budget import KEPT_MEAN
+from conductor.placing.roles import HOLD_S, STEP_S, RoleController, decode_demand
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import make_cost, make_heartbeat, make_request, make_view, require_placement
@@ -52,9 +53,18 @@ def test_a_decode_node_prefers_prompts_within_seconds_when_those_pile_up():
 def test_a_prefill_node_prefers_to_decode_when_steps_come_near_their_bounds():
     view = make_view(4, 2)
     sequences(view, 40, 1.05 * COST.decode_step_s(20, 20 * 1_200))
-    found = changes(RoleController(COST), view, 20)
+    found = changes(RoleController(COST), view, 6)
     assert found
     assert found[0][1] is Role.DECODE
+
+
+@pytest.mark.parametrize(("load", "role"), [(0.6, None), (0.75, Role.DECODE)])
+def test_decode_nodes_are_full_before_their_bounds(load, role):
+    view = make_view(4, 2)
+    fixed_s, step_s = COST.profile.decode_fixed_s, COST.decode_step_s(20, 20 * 1_200)
+    sequences(view, 40, (fixed_s + (step_s - fixed_s) / load) / KEPT_MEAN)
+    assert decode_demand(view, COST) == pytest.approx(2 * load, rel=0.05)
+    assert next((role for _, role in changes(RoleController(COST), view, 20)), None) is role
 
 
 def test_a_change_drains_nothing_and_forgets_no_work():
@@ -152,4 +162,4 @@ def test_a_prompt_that_is_computed_is_no_queue(num_prompts, changed):
         request = make_request(f"p{number}", blocks=400, first_block=5_000 * number, max_tokens=1)
         view.placed(request, require_placement(place(request, view, COST, 0.0, UNREFUSED)), 0.0)
     view.prefill_demand.restore(0.0, 0.0)  # only the queue is looked at
-    assert bool(changes(RoleController(COST), view, 20)) is changed
+    assert bool(changes(RoleController(COST), view, 6)) is changed
