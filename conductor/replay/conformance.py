@@ -78,7 +78,7 @@ class LiveRun:
         return named.pop()
 
     def nodes(self) -> tuple[int, int]:
-        """Return how many nodes prefilled and how many decoded, when there were most.
+        """Return how many nodes prefilled and how many decoded, when there first were most.
 
         Raises:
             ConfigError: no decision was recorded with its nodes.
@@ -86,10 +86,9 @@ class LiveRun:
         seen = [made.seen.nodes for made in self.decisions if made.seen.nodes]
         if not seen:
             raise ConfigError("decisions without nodes: clusters of 64 nodes at most are recorded with them")
-        return (
-            max(sum(node.prefills for node in nodes) for nodes in seen),
-            max(sum(node.decodes for node in nodes) for nodes in seen),
-        )
+        # roles change afterwards: each role's most would be more nodes than there were
+        nodes = max(seen, key=len)
+        return sum(node.prefills for node in nodes), sum(node.decodes for node in nodes)
 
     def capacity_tokens(self) -> int:
         """Return the tokens of KV that the smallest node has room for; raises ConfigError as `nodes`."""

@@ -154,6 +154,17 @@ def test_with_shipped_settings_as_many_are_refused_in_simulation_as_were_live(tm
     assert abs(good[0] - good[1]) < 0.012
 
 
+def test_a_run_whose_roles_changed_has_as_many_nodes_as_there_were(live_log):
+    live = read_run(live_log)
+    num_prefill, num_decode = live.nodes()
+    made = live.decisions[-1]
+    turned = [node._replace(prefills=True, decodes=False) for node in made.seen.nodes[:-1]]
+    later = made.seen._replace(nodes=(*turned, made.seen.nodes[-1]))
+    changed = dataclasses.replace(live, decisions=[*live.decisions, made._replace(seen=later)])
+    assert len(turned) > num_prefill, "a decode node turned to prompts"
+    assert changed.nodes() == (num_prefill, num_decode)
+
+
 def test_a_run_of_requests_with_several_bounds_is_not_simulated(live_log):
     live = read_run(live_log)
     other = dataclasses.replace(live, served=live.served[1:], refused=[live.served[0].made])
