@@ -1,13 +1,14 @@
 """Seconds of one step of an engine, predicted: the closed form that nodes, placement and replay share.
 
-    decode step(B, K)      = fixed + e B + f K
+    decode step(B, K)      = fixed + e B + f K + x (1 - (1 - s)^B)
     step with chunks       = a (n + B, padded) + b attended + g + h B + f K
 
 B sequences decode with K tokens of context in all; n tokens of prompts are computed, and attended is m (m + 2
-p) summed over their chunks of m tokens after p. The numbers are a profile's (`conductor/placing/profile.py`),
-which a conductor sends to each node that attaches: what a step will take has to be known before the first one
-like it has run, which no node could fit from the steps that it happened to have. What a node can fit is how
-far all of them are off there, and it does (`StepCorrection`).
+p) summed over their chunks of m tokens after p. Where tokens go to experts, x is the seconds in which all of
+them are read, and one token hits a share s of them. The numbers are a profile's
+(`conductor/placing/profile.py`), which a conductor sends to each node that attaches: what a step will take
+has to be known before the first one like it has run, which no node could fit from the steps that it happened
+to have. What a node can fit is how far all of them are off there, and it does (`StepCorrection`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class StepCost:
     attention_rows: int = 1
     long_chunk_tokens: int = 0
     step_tokens: tuple[int, ...] = ()
+    decode_experts_s: float = 0.0
+    expert_share: float = 0.0
 
     def check(self) -> None:
         """Raise ProtocolError for what no profile has."""
@@ -55,6 +58,8 @@ class StepCost:
             raise ProtocolError(
                 "step_cost: prefill_token_s, decode_fixed_s and attention_rows are more than 0"
             )
+        if self.expert_share > 1:
+            raise ProtocolError(f"step_cost.expert_share: at most 1, not {self.expert_share}")
         lengths = self.step_tokens
         if len(lengths) > MAX_STEP_TOKENS or any(a >= b for a, b in pairwise(lengths)):
             raise ProtocolError(f"step_cost.step_tokens: at most {MAX_STEP_TOKENS} lengths, rising")
@@ -65,6 +70,7 @@ class StepCost:
             self.decode_fixed_s
             + self.decode_sequence_s * batch
             + self.decode_context_token_s * context_tokens
+            + self.decode_experts_s * hit_share(self.expert_share, batch)
         )
 
     def chunk_part_s(self, batch: float) -> float:
@@ -86,7 +92,10 @@ class StepCost:
         beside_s = sequence_s * batch + self.decode_context_token_s * context_tokens
         chunk_s += rows * self.prefill_token_s + attended * square + beside_s
         # of few tokens, what reads the weights is as long as where nothing but decoding does
-        return max(chunk_s, self.decode_fixed_s + beside_s)
+        read_s = self.decode_fixed_s + self.decode_experts_s * hit_share(
+            self.expert_share, new_tokens + batch
+        )
+        return max(chunk_s, read_s + beside_s)
 
     def padded_rows(self, rows: int) -> int:
         """Return the rows that a step with chunks has, where so many are wanted."""
@@ -105,6 +114,11 @@ class StepCost:
             return self.prefill_token2_s
         at_once = self.attention_rows
         return self.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
+
+
+def hit_share(expert_share: float, num_tokens: float) -> float:
+    """Return the share of a layer's experts that so many tokens go to, each to `expert_share` of them."""
+    return 1.0 - (1.0 - expert_share) ** num_tokens if expert_share else 0.0
 
 
 class StepCorrection:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from base.step_cost import hit_share
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Evidence, Point, Profile, StepPoint
 
@@ -33,6 +34,13 @@ ATTENTION_ROWS = (1, 128, 256, 512, 1024)
 
 SMALL_TOKENS = (0, 32, 64, 128, 256, 512, 1024)
 """Candidates for the tokens at which half of a small product's waste is left; 0: no waste."""
+
+
+EXPERT_SHARES = (0.0, 1 / 64, 1 / 32, 3 / 64, 1 / 16, 3 / 32, 1 / 8, 1 / 4)
+"""Candidates for `Profile.expert_share`; 0: no experts."""
+
+CLEARLY = 0.7
+"""Experts are believed in where the error with them is less than so much of that without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +100,11 @@ def fit_prefill(points: Sequence[Measured]) -> tuple[Fit, int]:
     return min(fits, key=lambda item: item[0].mean_error)
 
 
-def fit_decode(points: Sequence[Measured]) -> Fit:
-    """Return coefficients (fixed, sequence, token of context)."""
-    return fit(points, lambda batch, context: [1.0, batch, batch * context])
+def fit_decode(points: Sequence[Measured]) -> tuple[Fit, float]:
+    """Return coefficients (fixed, sequence, token of context, experts), and the share that a token hits."""
+    fits = [(fit(points, _decode_terms(share)), share) for share in EXPERT_SHARES]
+    best = min(fits, key=lambda item: item[0].mean_error)
+    return best if best[0].mean_error < CLEARLY * fits[0][0].mean_error else fits[0]
 
 
 def with_steps(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
@@ -172,9 +182,9 @@ def fitted(
         evidence: What is known of the points' origin.
     """
     prefill_fit, small_tokens = fit_prefill(prefill)
-    decode_fit = fit_decode(decode)
+    decode_fit, expert_share = fit_decode(decode)
     fixed_s, token_s, token2_s, small_s = prefill_fit.coefficients
-    step_s, sequence_s, context_s = decode_fit.coefficients
+    step_s, sequence_s, context_s, experts_s = decode_fit.coefficients
     profile = make(
         prefill_fixed_s=fixed_s,
         prefill_token_s=max(LEAST_S, token_s),
@@ -185,6 +195,8 @@ def fitted(
         decode_fixed_s=max(LEAST_S, step_s),
         decode_sequence_s=sequence_s,
         decode_context_token_s=context_s,
+        decode_experts_s=experts_s,
+        expert_share=expert_share,
     )
     cost = CostModel(profile)
     evidence = dataclasses.replace(
@@ -212,6 +224,10 @@ def _prefill_terms(small: int) -> Terms:
         new * (new + 2.0 * prefix),
         small / (new + small) if small else 0.0,
     ]
+
+
+def _decode_terms(expert_share: float) -> Terms:
+    return lambda batch, context: [1.0, batch, batch * context, hit_share(expert_share, batch)]
 
 
 def _predicted(coefficients: Sequence[float], point: Measured, terms: Terms) -> float:

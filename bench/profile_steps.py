@@ -22,6 +22,7 @@ import numpy as np
 
 from base.errors import ConfigError
 from base.request import RequestId
+from base.step_cost import hit_share
 from bench.profile_fit import least_squares
 from conductor.placing.profile import Evidence, Profile
 from conductor.replay.conformance import LiveRequest, LiveRun
@@ -122,11 +123,12 @@ def profile_from_steps(
     chunked = [step for step in steps if step.chunk_tokens]
     decoding = [step for step in steps if not step.chunk_tokens]
     if min(len(chunked), len(decoding)) < FEWEST:
-        raise ConfigError(
-            f"{len(chunked)} steps with a chunk and {len(decoding)} without: a fit takes {FEWEST}"
-        )
-    decode_s, sequence_s, context_s = _fit(
-        [[1.0, step.batch, step.context_tokens] for step in decoding], [step.seconds for step in decoding]
+        found = f"{len(chunked)} steps with a chunk and {len(decoding)} without"
+        raise ConfigError(f"{found}: a fit takes {FEWEST}")
+    share = run.shared.profile.expert_share
+    decode_s, sequence_s, context_s, experts_s = _fit(
+        [[1.0, step.batch, step.context_tokens, hit_share(share, step.batch)] for step in decoding],
+        [step.seconds for step in decoding],
     )
     step_s, token_s, token2_s, mixed_s, chunk_sequence_s = _fit(
         [
@@ -149,6 +151,7 @@ def profile_from_steps(
         decode_fixed_s=max(decode_s, SHORTEST_S),
         decode_sequence_s=sequence_s,
         decode_context_token_s=context_s,
+        decode_experts_s=experts_s,
         chunk_step_s=max(step_s, SHORTEST_S),
         mixed_step_s=mixed_s,
         chunk_sequence_s=chunk_sequence_s,

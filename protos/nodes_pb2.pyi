@@ -96,7 +96,7 @@ class Registered(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., conductor_epoch: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ...) -> None: ...
 
 class StepCost(_message.Message):
-    __slots__ = ("prefill_token_s", "prefill_token2_s", "decode_fixed_s", "decode_sequence_s", "decode_context_token_s", "chunk_step_s", "mixed_step_s", "chunk_sequence_s", "chunk_token2_s", "attention_rows", "long_chunk_tokens", "step_tokens")
+    __slots__ = ("prefill_token_s", "prefill_token2_s", "decode_fixed_s", "decode_sequence_s", "decode_context_token_s", "chunk_step_s", "mixed_step_s", "chunk_sequence_s", "chunk_token2_s", "attention_rows", "long_chunk_tokens", "step_tokens", "decode_experts_s", "expert_share")
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN2_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIXED_S_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,8 @@ class StepCost(_message.Message):
     ATTENTION_ROWS_FIELD_NUMBER: _ClassVar[int]
     LONG_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_EXPERTS_S_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_SHARE_FIELD_NUMBER: _ClassVar[int]
     prefill_token_s: float
     prefill_token2_s: float
     decode_fixed_s: float
@@ -121,7 +123,9 @@ class StepCost(_message.Message):
     attention_rows: int
     long_chunk_tokens: int
     step_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prefill_token_s: _Optional[float] = ..., prefill_token2_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_token_s: _Optional[float] = ..., chunk_step_s: _Optional[float] = ..., mixed_step_s: _Optional[float] = ..., chunk_sequence_s: _Optional[float] = ..., chunk_token2_s: _Optional[float] = ..., attention_rows: _Optional[int] = ..., long_chunk_tokens: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    decode_experts_s: float
+    expert_share: float
+    def __init__(self, prefill_token_s: _Optional[float] = ..., prefill_token2_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_token_s: _Optional[float] = ..., chunk_step_s: _Optional[float] = ..., mixed_step_s: _Optional[float] = ..., chunk_sequence_s: _Optional[float] = ..., chunk_token2_s: _Optional[float] = ..., attention_rows: _Optional[int] = ..., long_chunk_tokens: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., decode_experts_s: _Optional[float] = ..., expert_share: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "is_draining", "roles", "fence", "next_kv_event", "num_step_rows", "num_step_prompt_tokens", "step_budget_tokens", "experts")

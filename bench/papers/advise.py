@@ -51,10 +51,11 @@ OF_REPLAY = ("nodes", "html", "sweep", "paper", "conformance", "requests", "repo
 """What replay is told, and has no meaning here."""
 
 PREFILL = ("prefill_fixed_s", "prefill_token_s", "prefill_token2_s", "prefill_small_s", "prefix_token_s")
+DECODE = ("decode_fixed_s", "decode_sequence_s", "decode_context_token_s", "decode_experts_s")
 PARTS: dict[str, dict[str, float]] = {
     "prefill": dict.fromkeys((*PREFILL, "chunk_step_s", "chunk_token2_s"), 0.5),
     "decode": dict.fromkeys(
-        ("decode_fixed_s", "decode_sequence_s", "decode_context_token_s", "mixed_step_s", "chunk_sequence_s"),
+        (*DECODE, "mixed_step_s", "chunk_sequence_s"),
         0.5,
     ),
     "memory": dict.fromkeys(("device_kv_tokens", "host_kv_tokens"), 2),

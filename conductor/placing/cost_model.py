@@ -3,12 +3,13 @@
 A profile (`profile.py`) is a dozen numbers of one kind of node running one model. The forms:
 
     prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
-    decode step(B, K)        = fixed + e B + f K
+    decode step(B, K)        = fixed + e B + f K + x (1 - (1 - s)^B)
     step with chunks         = `StepCost.with_chunks_s` (bench/results/replay.md)
     transfer(tokens)         = latency + tokens bytes / rate
 
 `a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes
-(half of it at `h` new tokens), `d` the load of the prefix from host memory. For the
+(half of it at `h` new tokens), `d` the load of the prefix from host memory, `x` that of all
+experts, of which `B` tokens hit a share (`base/step_cost.py`). For the
 paper's cluster they are fitted to ten digitised points, five of them 95 % cached, within
 4 % (uncached: 1.5 %); for an H200 to our own measurements. FAST'25 equation 1 has the
 terms in a and b alone.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from base.step_cost import StepCost
+from base.step_cost import StepCost, hit_share
 from conductor.placing.profile import Profile
 
 # One measurement moves the ratio by a tenth: one outlier (a page fault, a compile) does not send the next
@@ -65,6 +66,7 @@ class CostModel:
         computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
         self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
+        self._experts_s, self._expert_share = profile.decode_experts_s, profile.expert_share
 
     def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
         """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
@@ -80,7 +82,10 @@ class CostModel:
     def decode_step_s(self, batch: float, context_tokens: float) -> float:
         """Return the seconds of one step of `batch` sequences with `context_tokens` in all."""
         fixed, sequence, token = self._decode
-        return fixed + sequence * batch + token * context_tokens
+        step_s = fixed + sequence * batch + token * context_tokens
+        if self._experts_s:
+            step_s += self._experts_s * hit_share(self._expert_share, batch)
+        return step_s
 
     def beside_chunks_s(self, new_tokens: int, prefix_tokens: int) -> float:
         """Return the seconds of a prompt that are in none of its chunks' steps.

@@ -120,6 +120,10 @@ class Profile:
     """Seconds of a request's TTFT in which no node computes: HTTP, messages."""
     dispatch_token_s: float = 0.0
     """Seconds of a request's TTFT for each token of its prompt, to read and tokenize it."""
+    decode_experts_s: float = 0.0
+    """Seconds in which a step reads all experts of all layers; few tokens hit some of them."""
+    expert_share: float = 0.0
+    """Share of a layer's experts that a token goes to; 0: there are no experts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -129,6 +133,8 @@ class Profile:
         for name in ("kv_token_bytes", "num_layers", "prefill_token_s", "decode_fixed_s"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: more than 0")
+        if self.expert_share > 1:
+            raise ValueError(f"expert_share: at most 1, not {self.expert_share}")
         if not self.transfer_bytes_per_s:
             raise ValueError("transfer_bytes_per_s: more than 0")
 
@@ -142,6 +148,7 @@ COMPUTED = (
     "decode_fixed_s",
     "decode_sequence_s",
     "decode_context_token_s",
+    "decode_experts_s",
     "chunk_step_s",
     "mixed_step_s",
     "chunk_sequence_s",

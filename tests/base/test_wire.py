@@ -192,7 +192,9 @@ def test_a_registration_arrives_as_it_was_sent(peer, roles):
 
 def test_a_lease_arrives_as_it_was_sent():
     assert lease_from(lease_to(Registered(10.0, 2.0, 3))) == Registered(10.0, 2.0, 3)
-    cost = StepCost(1e-5, 1e-9, 0.004, 1e-5, 1e-8, 0.002, 0.001, 1e-5, 1e-9, 512, 1024, (128, 256))
+    cost = StepCost(
+        1e-5, 1e-9, 0.004, 1e-5, 1e-8, 0.002, 0.001, 1e-5, 1e-9, 512, 1024, (128, 256), 0.01, 0.06
+    )
     assert lease_from(lease_to(Registered(10.0, 2.0, 3, cost))) == Registered(10.0, 2.0, 3, cost)
 
 
