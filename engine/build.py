@@ -63,7 +63,10 @@ GPU_MODULES = ("torch._inductor.compile_fx", "engine.gpu_runner")
 """Modules that an engine on a GPU needs, and others do not have: Triton is 1 GB."""
 
 GPU_HEADROOM = 0.1
-"""Share of the free GPU memory that is left for activations and the allocator's waste."""
+"""Share of a GPU's memory that is left for activations and the allocator's waste.
+
+They go by the model and the chunk, not by what weights have left: a tenth of the 17 GB that weights of 61
+leave on an H100 is too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +335,7 @@ def _cache(
     if kv_cache_gib or device.type == "cpu":
         size = int((kv_cache_gib or CPU_CACHE_GIB) * GIB)
     else:
-        size = int(torch.cuda.mem_get_info(device)[0] * (1 - GPU_HEADROOM))
+        size = gpu_cache_bytes(*torch.cuda.mem_get_info(device))
     num_blocks = size // layout.block_bytes
     if group is not None:
         num_blocks = group.world.least(num_blocks, device)
@@ -342,6 +345,11 @@ def _cache(
         )
     memory = allocate(num_blocks * layout.block_bytes) if allocate and device.type == "cpu" else None
     return PagedCache(layout, num_blocks, device, memory)
+
+
+def gpu_cache_bytes(free_bytes: int, total_bytes: int) -> int:
+    """Return the bytes of a GPU's cache, where weights have left `free_bytes`: half of these at least."""
+    return max(free_bytes - int(GPU_HEADROOM * total_bytes), free_bytes // 2)
 
 
 def _host_blocks(config: EngineConfig, cache: PagedCache) -> HostBlocks | None:

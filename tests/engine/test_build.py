@@ -14,7 +14,7 @@ from base.errors import ConfigError
 from base.kv_layout import head_layout
 from base.request import SamplingParams
 from engine import weights
-from engine.build import Engine, build_engine
+from engine.build import Engine, build_engine, gpu_cache_bytes
 from tests.engine.builders import greedy, make_sequence, reference, run_sequences
 
 PROMPT = [(7 * index) % 61 for index in range(75)]
@@ -193,3 +193,9 @@ async def test_a_seeded_sequence_draws_the_same_in_company_and_alone(folder: Pat
         return [token.token_id for token in results["r0"]]
 
     assert await drawn(1) == await drawn(6)
+
+
+@pytest.mark.parametrize(("free_gib", "cache_gib"), [(124.0, 110.0), (20.0, 10.0), (15.0, 7.5), (0.0, 0.0)])
+def test_a_gpus_cache_leaves_a_tenth_of_all_its_memory_whatever_weights_take(free_gib, cache_gib):
+    gib = 1 << 30
+    assert gpu_cache_bytes(int(free_gib * gib), 140 * gib) == pytest.approx(cache_gib * gib)
