@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from base.errors import ConfigError
 from engine.load_progress import LoadProgress
 from engine.pipeline import layers_of
+from engine.quantized_experts import ExpertWeights
 from engine.quantized_linear import QuantizedLinear
 
 COPIES = 8
@@ -96,6 +97,8 @@ class _Visit:
         for module in layer.modules():
             if isinstance(module, QuantizedLinear):
                 module.quantized = module.quantized.on(torch.device("cpu"))
+            if isinstance(module, ExpertWeights):
+                _move(module, torch.device("cpu"))
 
     def _brought(self, each: Any) -> Any:
         return each.to(self._device) if isinstance(each, torch.Tensor) else each

@@ -11,6 +11,7 @@ where the tokens of all ranks go. In a pipeline it knows the layers of its own s
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from base.clock import Clock
 from base.messages import ExpertLoad
 from engine.opaque import opaque
+from engine.quantized_experts import QuantizedExperts, is_stack
 from engine.tensor_parallel import ExpertShare
 
 READ_S = 5.0
@@ -36,7 +38,7 @@ class ExpertCounts:
         """Count nothing yet; `layers` are what takes hidden states, choices and weights, in their order."""
         self._layers = layers
         self.num_ranks = num_ranks
-        device = next(layers[0].parameters()).device
+        device = next(itertools.chain(layers[0].parameters(), layers[0].buffers())).device
         self.counts = torch.zeros((len(layers), num_experts), dtype=torch.int64, device=device)
         self._rows = torch.zeros(0, dtype=torch.int32, device=device)
         self._host: torch.Tensor | None = None
@@ -122,8 +124,10 @@ def _num_experts(module: Any) -> int:
     """Return the number of experts that a module chooses from, of all ranks; 0: it is no such module."""
     if isinstance(module, ExpertShare):
         return module.num_all
+    if isinstance(module, QuantizedExperts):
+        return module.num_experts
     weight = getattr(module, "gate_up_proj", None)
-    return len(weight) if isinstance(weight, nn.Parameter) and weight.dim() == 3 else 0
+    return len(weight) if weight is not None and is_stack(weight) else 0
 
 
 class ExpertBalance:

@@ -4,7 +4,9 @@ transformers' experts call an implementation by a name in their configuration. O
 pairs of a token and an expert, which a compiled layer does not know. The kernels for one token
 (`kernels/one_token_experts.py`) and for few pairs, which one launch puts in order
 (`kernels/grouped_experts.py`), read the weights of the experts that are hit and nothing else; many pairs go
-through torch's grouped product, whose tiles suit them.
+through torch's grouped product, whose tiles suit them. That reads bfloat16 alone: many pairs of other floats,
+and of experts of 8-bit floats (`quantized_experts.py`), go through the kernels too. Writing all levels of a
+layer out would take room for twice as many bytes as they have.
 
 Experts that are not plain (biases, another activation or gate) keep the implementation of transformers.
 """
@@ -14,40 +16,41 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+from engine.kernels.expert_scales import ExpertScales
 from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
 from engine.kernels.many_pairs import Tally, added_up, gated, ordered_pairs
 from engine.kernels.one_token_experts import one_token_experts
 from engine.opaque import opaque
+from engine.quantized_experts import QuantizedExperts, is_plain, is_stack
 from engine.tensor_parallel import ExpertShare
 
 EXPERTS_NAME = "conductor_experts"
 """Name of our experts in a model's configuration."""
-
-SILU = ("SiLU", "SiLUActivation")
-"""Names of the activation that the kernels have."""
 
 
 def use_experts(model: PreTrainedModel) -> bool:
     """Let a model's experts, if it has any, be computed here; return whether the kernels compute them.
 
     The kernels count what is chosen where a module has `choices` and `slots` (`engine/expert_load.py`)."""
-    experts = [
-        module for module in model.modules() if hasattr(module, "gate_up_proj") and _is_stacked(module)
-    ]
-    if not experts:
+    experts = [module for module in model.modules() if is_stack(getattr(module, "gate_up_proj", None))]
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    if not experts and not quantized:
         return False
-    ExpertsInterface.register(EXPERTS_NAME, _experts)
+    for module in quantized:
+        module.product = _quantized
     in_kernels = all(map(is_plain, experts))
-    if in_kernels:
+    if experts:
+        ExpertsInterface.register(EXPERTS_NAME, _experts)
+    if experts and in_kernels:
         model.set_experts_implementation(EXPERTS_NAME)
-        for module in experts:
-            module.register_buffer("choices", module.gate_up_proj.new_zeros(0, dtype=torch.int64), False)
-            module.register_buffer("slots", module.gate_up_proj.new_zeros(0, dtype=torch.int32), False)
+    if in_kernels:
+        for module in [*experts, *quantized]:
+            module.register_buffer("choices", torch.zeros(0, dtype=torch.int64, device=model.device), False)
+            module.register_buffer("slots", torch.zeros(0, dtype=torch.int32, device=model.device), False)
         for module in model.modules():
             if isinstance(module, ExpertShare):
                 # The kernels leave out what no expert has.
@@ -58,18 +61,6 @@ def use_experts(model: PreTrainedModel) -> bool:
     return in_kernels
 
 
-def is_plain(module: Any) -> bool:
-    """Return whether a module's experts are silu-gated products without biases, which the kernels compute."""
-    has_own_gate = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
-    is_odd = module.is_transposed or module.has_bias or not module.has_gate or has_own_gate
-    is_odd = is_odd or getattr(module, "has_post_expert_norm", False)
-    return not is_odd and type(module.act_fn).__name__ in SILU
-
-
-def _is_stacked(module: Any) -> bool:
-    return isinstance(module.gate_up_proj, nn.Parameter) and module.gate_up_proj.dim() == 3
-
-
 def _experts(
     module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -77,14 +68,18 @@ def _experts(
     if not is_plain(module):
         other: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, top_k_index, top_k_weights)
         return other
+    weights = [module.gate_up_proj, module.down_proj]
     output: torch.Tensor = experts(
-        hidden,
-        module.gate_up_proj,
-        module.down_proj,
-        top_k_index,
-        top_k_weights,
-        module.choices,
-        module.slots,
+        hidden, weights, 0, top_k_index, top_k_weights, module.choices, module.slots
+    )
+    return output
+
+
+def _quantized(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    gate_up, down = module.gate_up_proj, module.down_proj
+    weights = [gate_up.levels, down.levels, gate_up.scales, down.scales]
+    output: torch.Tensor = experts(
+        hidden, weights, module.group, chosen, shares, module.choices, module.slots
     )
     return output
 
@@ -95,34 +90,30 @@ def _experts(
 )
 def experts(
     hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    weights: list[torch.Tensor],
+    group: int,
     chosen: torch.Tensor,
-    weights: torch.Tensor,
+    shares: torch.Tensor,
     choices: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Return each token's weighted sum over its experts; arguments as `grouped_experts`.
+    """Return each token's weighted sum over its experts, [num_tokens, hidden].
 
-    `choices` of no experts counts nothing."""
+    Args:
+        weights: Gate and up, and down, as `grouped_experts` has them; of levels, the scales of each too.
+        group: As `ExpertScales` has it.
+        chosen: [num_tokens, num_chosen] int64
+        shares: [num_tokens, num_chosen]
+        choices: Of no experts, nothing is counted."""
     hidden = hidden.contiguous()
+    gate_up, down, *rest = weights
+    scales = ExpertScales(rest[0], rest[1], group) if rest else None
     tally = Tally(choices, slots) if len(choices) else None
     if len(hidden) == 1:
-        return one_token_experts(hidden, gate_up, down, chosen, weights, tally)
-    if chosen.numel() <= MAX_PAIRS:
-        return grouped_experts(hidden, gate_up, down, chosen, weights, tally=tally)
-    if hidden.dtype != torch.bfloat16:
-        size = MAX_PAIRS // chosen.shape[1]
-        slices = [slice(start, start + size) for start in range(0, len(hidden), size)]
-        return torch.cat(
-            [
-                grouped_experts(
-                    hidden[rows], gate_up, down, chosen[rows], weights[rows], tally=tally and tally.of(rows)
-                )
-                for rows in slices
-            ]
-        )
-    return _many(hidden, gate_up, down, chosen, weights, tally)
+        return one_token_experts(hidden, gate_up, down, chosen, shares, tally, scales)
+    if chosen.numel() <= MAX_PAIRS or hidden.dtype != torch.bfloat16 or scales is not None:
+        return grouped_experts(hidden, gate_up, down, chosen, shares, tally=tally, scales=scales)
+    return _many(hidden, gate_up, down, chosen, shares, tally)
 
 
 def _many(

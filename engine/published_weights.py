@@ -9,6 +9,7 @@ What cannot be served is refused by name before a weight is read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -57,6 +58,25 @@ def published_format(config: Mapping[str, Any]) -> PublishedFormat:
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"quantization_config: {method}: {reason}") from error
+
+
+def weight_of(
+    published: PublishedFormat, layer: str, tensors: Tensors, shape: tuple[int, int]
+) -> QuantizedWeight:
+    """Return the weight, [out_features, in_features], that a layer's tensors mean.
+
+    Raises ConfigError, naming the layer, for tensors that do not fit the format or the shape."""
+    try:
+        weight = published.weight(layer, tensors, shape)
+    except (ValueError, LookupError, RuntimeError, TypeError, ArithmeticError, re.error) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise ConfigError(f"{layer} cannot be served as {published.name}: {reason}") from error
+    if (weight.out_features, weight.in_features) != shape:
+        raise ConfigError(
+            f"{layer}: its levels are [{weight.out_features}, {weight.in_features}], the model's "
+            f"[{shape[0]}, {shape[1]}]"
+        )
+    return weight
 
 
 class CompressedTensors:
@@ -131,8 +151,8 @@ class FineGrainedFp8:
     def __init__(self, config: Mapping[str, Any]) -> None:
         known = {key: value for key, value in config.items() if key != "quant_method"}
         self._config = FineGrainedFP8Config(**known)
-        if config.get("scale_fmt") not in (None, "float"):
-            raise ValueError(f"scale_fmt {config['scale_fmt']!r} cannot be served")
+        if self._config.expert_dtype != "fp8":
+            raise ValueError(f"expert_dtype {self._config.expert_dtype!r} cannot be served")
         if config.get("fmt", "e4m3") != "e4m3":
             raise ValueError(f"fmt {config['fmt']!r} cannot be served")
         if self._config.modules_to_convert:
@@ -140,7 +160,11 @@ class FineGrainedFp8:
 
     def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         block = tuple(self._config.weight_block_size or (-1, -1))
-        scales = _of_blocks(tensors["weight_scale_inv"], shape, block)
+        stored = tensors["weight_scale_inv"]
+        if not stored.is_floating_point():
+            # Such as exponents of two alone; as floats these are what others are.
+            raise ValueError(f"scales are {stored.dtype}, and must be floats")
+        scales = _of_blocks(stored, shape, block)
         return levels_of(8, tensors["weight"], scales, block[1], None)
 
 

@@ -21,6 +21,7 @@ from base.logs import event
 from engine.calibration import TEXT, quantize_for_text
 from engine.device_weights import visiting
 from engine.model import PagedModel
+from engine.quantized_experts import QuantizedExperts
 from engine.quantized_linear import QuantizedLinear, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
 from engine.rounded_checkpoint import rounded_name, source_logits, the_only_writer, write_rounded
@@ -115,7 +116,10 @@ def _rounded(
 
 def _published_formats(module: PreTrainedModel) -> str:
     layers = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
-    return "+".join(sorted({layer.quantized.format.value for layer in layers}))
+    formats = {layer.quantized.format.value for layer in layers}
+    if any(isinstance(each, QuantizedExperts) for each in module.modules()):
+        formats.add(WeightFormat.FP8.value)
+    return "+".join(sorted(formats))
 
 
 def quantised_weights(
@@ -143,7 +147,7 @@ def quantize(
     folder: Path | None,
     device: torch.device | None = None,
 ) -> None:
-    """Round the linear layers of a finished model, in place, as a node does that loads it.
+    """Round the linear layers and experts of a finished model, in place, as a node does that loads it.
 
     Args:
         folder: Of its tokenizer; None: weights that nobody trained have no text that fits them.

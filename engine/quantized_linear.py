@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 from base.errors import ConfigError
 from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
 from engine.load_progress import LoadProgress
+from engine.quantized_experts import quantize_experts, require_served_as
 from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
 from engine.shared_product import SHARED_INPUTS, layers_by_input, share_product
 
@@ -82,15 +83,17 @@ def quantize_linears(
     weight_format: WeightFormat,
     head: nn.Module | None = None,
     rounding: Rounding | None = None,
+    device: torch.device | None = None,
 ) -> None:
-    """Replace the linear layers of a finished model, or of a part of one, in place.
+    """Replace the linear layers and the experts of a finished model, or of a part of one, in place.
 
     Args:
         head: The output head among them.
-        rounding: None: the nearest levels.
+        rounding: Of linear layers; None: the nearest levels, which experts have anyway.
+        device: What computes the levels of experts; None: what has their floats.
 
-    Raises ConfigError for a model with weights outside of linear layers, which would be left as they are."""
-    _require_linears_alone(model)
+    Raises ConfigError for a model with experts that cannot have levels of the format."""
+    require_served_as(model, weight_format)
     rounded = rounding or partial(nearest_on, None)
     for parent, name, layer in linears_in(model):
         kind = HEAD_FORMATS.get(weight_format) if layer is head else _format_of(name, weight_format)
@@ -101,6 +104,7 @@ def quantize_linears(
         except ValueError as error:
             raise ConfigError(f"quantization: {name}: {error}") from error
         setattr(parent, name, QuantizedLinear(weight, layer.bias))
+    quantize_experts(model, device)
 
 
 def linears_in(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -123,15 +127,6 @@ def nearest_on(device: torch.device | None, layer: nn.Linear, kind: WeightFormat
     """Return a layer's weight in the nearest levels, where it lies; `device` computes them, None: its own."""
     weight = layer.weight.detach()
     return quantized(weight if device is None else weight.to(device), kind).on(weight.device)
-
-
-def _require_linears_alone(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 2:
-            raise ConfigError(
-                f"quantization: {name} is the weight of several experts, which can be served unquantised "
-                "alone: say quantization: none"
-            )
 
 
 def use_cpu_products(model: nn.Module) -> None:

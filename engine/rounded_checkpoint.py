@@ -60,7 +60,7 @@ def the_only_writer(folder: Path) -> Iterator[None]:
 
 
 def write_rounded(module: PreTrainedModel, logits: torch.Tensor | None, folder: Path) -> bool:
-    """Write a model whose linear layers are `QuantizedLinear`s, for `load_model` to read.
+    """Write a model of `QuantizedLinear`s, and perhaps `QuantizedExperts`, for `load_model` to read.
 
     False: there is no room, and nothing is left."""
     try:

@@ -3,6 +3,7 @@
 transformers makes the modules of a family and reads tensors into parameters of equal names. So each linear
 layer that the checkpoint has in few bits is replaced, before anything is read, by one with parameters as the
 files have them, and afterwards by a `QuantizedLinear` of what they mean. No float copy of the model is made.
+Experts are read by `stored_experts.py`; a layer that is `READ_OTHERWISE` is written out as floats.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from base.errors import ConfigError
 from engine.model_store import weight_files
-from engine.published_weights import PublishedFormat, published_format
+from engine.published_weights import PublishedFormat, published_format, weight_of
 from engine.quantized_linear import READ_OTHERWISE, QuantizedLinear
+from engine.stored_experts import read_experts, take_experts
 
 METHOD = "conductor"
 """Name of our reader among transformers' quantisers."""
@@ -95,21 +97,30 @@ class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
     quantization_config: StoredConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
-        headers = layer_headers(Path(self.quantization_config.path))
+        ignored: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
+        headers = {
+            name: header
+            for name, header in layer_headers(Path(self.quantization_config.path)).items()
+            if not any(re.search(pattern, name) for pattern in ignored)
+        }
+        if take_experts(model, headers):
+            model._keys_to_ignore_on_load_unexpected = ignored | {r"\.experts\."}
         for name, module in list(model.named_modules()):
             if type(module) is nn.Linear and name in headers:
                 model.set_submodule(name, StoredLinear(module, headers.pop(name)))
         if headers:
             raise ConfigError(
                 f"{self.quantization_config.path}: {len(headers)} tensors of few bits belong to no linear "
-                f"layer of the family, the first is {min(headers)}: experts and embeddings cannot be served"
+                f"layer of the family, the first is {min(headers)}: embeddings, and experts with biases or a "
+                "gate of their own, cannot be served"
             )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
         found = published_format(self.quantization_config.published)
         for name, module in list(model.named_modules()):
             if isinstance(module, StoredLinear):
-                model.set_submodule(name, _read(name, module, found))
+                model.set_submodule(name, _read(name, module, found, model.dtype))
+        read_experts(model, Path(self.quantization_config.path), found)
 
     def is_serializable(self) -> bool:
         return False
@@ -171,17 +182,14 @@ def layer_headers(path: Path) -> dict[str, Header]:
     return {layer: header for layer, header in layers.items() if header.keys() & MARKS}
 
 
-def _read(name: str, layer: StoredLinear, published: PublishedFormat) -> QuantizedLinear:
-    if name.rpartition(".")[2] in READ_OTHERWISE:
-        raise ConfigError(f"{name}: few bits of the layer that makes heads of latents cannot be served")
-    try:
-        weight = published.weight(name, layer.tensors(), layer.shape)
-    except (ValueError, LookupError, RuntimeError, TypeError, ArithmeticError, re.error) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        raise ConfigError(f"{name} cannot be served as {published.name}: {reason}") from error
-    if (weight.out_features, weight.in_features) != layer.shape:
-        raise ConfigError(
-            f"{name}: its levels are [{weight.out_features}, {weight.in_features}], the model's "
-            f"[{layer.shape[0]}, {layer.shape[1]}]"
-        )
-    return QuantizedLinear(weight, layer.bias)
+def _read(
+    name: str, layer: StoredLinear, published: PublishedFormat, dtype: torch.dtype
+) -> QuantizedLinear | nn.Linear:
+    weight = weight_of(published, name, layer.tensors(), layer.shape)
+    if name.rpartition(".")[2] not in READ_OTHERWISE:
+        return QuantizedLinear(weight, layer.bias)
+    plain = nn.Linear(1, 1, bias=False, device="meta")
+    plain.out_features, plain.in_features = layer.shape
+    plain.weight = nn.Parameter(weight.dequantized(dtype), requires_grad=False)
+    plain.bias = layer.bias
+    return plain

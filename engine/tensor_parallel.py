@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from base.errors import ConfigError
 from engine.opaque import opaque
+from engine.quantized_experts import ExpertWeights, QuantizedExperts
 from engine.quantized_linear import QuantizedLinear
 
 UNCUT = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
@@ -94,18 +95,21 @@ class ExpertShare(nn.Module):
     def __init__(self, experts: nn.Module, group: TensorGroup) -> None:
         """Keep this rank's share of `experts`, in place; raises ConfigError if they do not divide."""
         super().__init__()
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            share = nn.Parameter(_share(parameter, 0, group), requires_grad=False)
-            setattr(experts, name, share)
         self.num_all: int = experts.num_experts  # type: ignore[assignment]
         """Experts of all ranks."""
-        num_experts = self.num_all // group.size
-        experts.num_experts = num_experts  # type: ignore[assignment]
-        self.experts = experts
+        num_experts = _share_size(self.num_all, group)
         self.first = group.rank * num_experts
         self.num_experts = num_experts
         self.outside = 0
         """Expert that stands for those of other ranks, with a weight of 0."""
+        if isinstance(experts, QuantizedExperts):
+            experts.keep(self.first, num_experts)
+            self.outside = num_experts  # is never written out
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            share = nn.Parameter(_share(parameter, 0, group), requires_grad=False)
+            setattr(experts, name, share)
+        experts.num_experts = num_experts  # type: ignore[assignment]
+        self.experts = experts
         self._group_name: str = group.group.group_name
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -150,7 +154,7 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
     experts: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
-        if style is None or style in UNCUT:
+        if style is None or style in UNCUT or isinstance(module, ExpertWeights):
             continue
         if style == EXPERTS_STYLE:
             experts.append((name, module))

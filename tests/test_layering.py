@@ -74,7 +74,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "ray": ("deploy/launch.py", "deploy/serve_app.py"),
     "redis": ("kvstore/directory.py", "bench/kvstore.py"),
     "rich": ("deploy/", "bench/"),
-    "safetensors": ("engine/weights.py", "engine/stored_linears.py"),
+    "safetensors": ("engine/weights.py", "engine/stored_linears.py", "engine/stored_experts.py"),
     "starlette": ("conductor/api/",),
     "tokenizers": ("conductor/api/tokenizer.py",),
     "torch": ("engine/", "transfer/gpu/transport.py", "bench/"),

@@ -3,7 +3,8 @@
 Four launches, none of which needs to know on the host how many tokens an expert has, so that a CUDA graph
 serves any routing: pairs of a token and an expert are put in the order of experts; each expert's rows go
 through gate, up and the activation between them; and through down to a row for each pair; these are weighted
-and added (`many_pairs.py`). The weights of an expert that has no token are not read.
+and added (`many_pairs.py`). The weights of an expert that has no token are not read. Levels of 8-bit floats
+are widened to the rows' dtype beside the tensor cores, and the sums of a group are multiplied by its scale.
 
 Tiles are numbered as those of chunks are (`paged_prefill.py`): expert e begins at `starts[e] // ROWS + e`.
 """
@@ -16,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.many_pairs import Tally, added_up
+from engine.kernels.expert_scales import ExpertScales, launch_groups, require_experts
+from engine.kernels.many_pairs import Tally, added_up, ordered_pairs
 from engine.kernels.paged_prefill import _chunk_of_tile
 
 MAX_PAIRS = 4096
-"""Pairs that one program puts in order; of more, other products are faster."""
+"""Pairs that one program puts in order; of more, several do, and torch's product of bfloat16 is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,14 @@ def grouped_experts(
     weights: torch.Tensor,
     tiles: ExpertTiles | None = None,
     tally: Tally | None = None,
+    scales: ExpertScales | None = None,
 ) -> torch.Tensor:
     """Return each token's weighted sum of what its experts make of it, [num_tokens, hidden], silu-gated.
 
     Args:
         rows: [num_tokens, hidden], contiguous.
-        gate_up: [num_experts, 2 * inner, hidden], contiguous.
-        down: [num_experts, hidden, inner], contiguous.
+        gate_up: [num_experts, 2 * inner, hidden], contiguous; of the rows' dtype, or levels of `scales`.
+        down: [num_experts, hidden, inner], contiguous; as `gate_up`.
         experts: [num_tokens, num_chosen] int64; `num_experts` and above: another rank's, which adds nothing.
         weights: [num_tokens, num_chosen]
 
@@ -73,39 +76,52 @@ def grouped_experts(
     num_tokens, hidden = rows.shape
     num_experts, inner = gate_up.shape[0], down.shape[2]
     num_pairs = experts.numel()
-    if num_pairs > MAX_PAIRS:
-        raise ValueError(f"{num_pairs} pairs are more than {MAX_PAIRS}")
-    if gate_up.shape != (num_experts, 2 * inner, hidden) or down.shape != (num_experts, hidden, inner):
-        raise ValueError(
-            f"experts {tuple(gate_up.shape)} and {tuple(down.shape)} do not fit rows of {hidden}"
-        )
-    if not (rows.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()):
-        raise ValueError("rows and experts must be contiguous")
+    require_experts(hidden, gate_up, down, scales)
+    if not rows.is_contiguous():
+        raise ValueError("rows must be contiguous")
     if experts.shape != weights.shape or experts.shape[0] != num_tokens:
         raise ValueError(f"experts {tuple(experts.shape)} and weights {tuple(weights.shape)} differ")
     tiles = tiles or expert_tiles(num_pairs, num_experts)
     experts, weights = experts.contiguous(), weights.contiguous()
-    order = torch.empty(num_pairs, dtype=torch.int32, device=rows.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=rows.device)
-    cursors = torch.empty(num_experts + 1, dtype=torch.int32, device=rows.device)
+    order, starts = _ordered(experts, num_experts, tally)
+    between = rows.new_empty((num_pairs, inner))
+    made = rows.new_empty((num_pairs, hidden))
+    num_tiles = num_pairs // tiles.rows + num_experts
+    gate_up_scales, down_scales = (scales.gate_up, scales.down) if scales else (gate_up, down)
+    (gate_up_groups, gate_up_step), (down_groups, down_step) = launch_groups(scales, tiles.step)
+    shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "IS_SCALED": scales is not None}
+    launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    _gate_up_tile[(triton.cdiv(inner, tiles.columns), num_tiles)](
+        rows, gate_up, gate_up_scales, between, order, starts, num_experts, hidden, inner, experts.shape[1],
+        STEP=gate_up_step, GROUP=gate_up_groups, **shape, **launch,
+    )  # fmt: skip
+    _down_tile[(triton.cdiv(hidden, tiles.columns), num_tiles)](
+        between, down, down_scales, made, order, starts, num_experts, hidden, inner,
+        STEP=down_step, GROUP=down_groups, **shape, **launch,
+    )  # fmt: skip
+    return added_up(made, None, experts, weights, num_experts)
+
+
+def _ordered(
+    experts: torch.Tensor, num_experts: int, tally: Tally | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pair of each place in the order of experts, and where each expert's places start."""
+    num_pairs = experts.numel()
+    if num_pairs > MAX_PAIRS:
+        _, places, ends = ordered_pairs(experts, num_experts, tally)
+        pairs = torch.arange(num_pairs, dtype=torch.int32, device=experts.device)
+        order = torch.empty_like(pairs).scatter_(0, places.long(), pairs)
+        return order, torch.cat([ends.new_zeros(1), ends])
+    order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
+    cursors = torch.empty_like(starts)
     choices, slots = tally or (starts, starts)
     _order_pairs[(1,)](
         experts, order, starts, cursors, choices, slots, num_pairs, num_experts, experts.shape[1],
         IS_COUNTED=tally is not None, PAIRS_PAD=max(16, triton.next_power_of_2(num_pairs)),
         EXPERTS_PAD=triton.next_power_of_2(num_experts + 1), num_warps=8,
     )  # fmt: skip
-    between = rows.new_empty((num_pairs, inner))
-    made = rows.new_empty((num_pairs, hidden))
-    num_tiles = num_pairs // tiles.rows + num_experts
-    shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "STEP": tiles.step}
-    launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    _gate_up_tile[(triton.cdiv(inner, tiles.columns), num_tiles)](
-        rows, gate_up, between, order, starts, num_experts, hidden, inner, experts.shape[1], **shape, **launch
-    )
-    _down_tile[(triton.cdiv(hidden, tiles.columns), num_tiles)](
-        between, down, made, order, starts, num_experts, hidden, inner, **shape, **launch
-    )
-    return added_up(made, None, experts, weights, num_experts)
+    return order, starts
 
 
 @triton.jit
@@ -143,9 +159,22 @@ def _order_pairs(
 
 
 @triton.jit
+def _added_product(total, x, w, scale, is_column, begin, GROUP: tl.constexpr):
+    """Return total + x @ w.T, times the scales of the group that input `begin` is in, if there are groups."""
+    w = tl.trans(w.to(x.dtype))
+    if GROUP:
+        of_group = tl.load(scale + begin // GROUP, mask=is_column, other=0.0)
+        total += tl.dot(x, w, input_precision="ieee") * of_group[None, :]
+    else:
+        total = tl.dot(x, w, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _gate_up_tile(
     rows,  # [num_tokens, hidden]
     gate_up,  # [num_experts, 2 * inner, hidden]
+    scales,  # [num_experts, 2 * inner, num_groups]
     between,  # [num_pairs, inner]
     order,  # [num_pairs]
     starts,  # [num_experts + 1]
@@ -156,6 +185,8 @@ def _gate_up_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    GROUP: tl.constexpr,  # 0: one for all inputs
 ):
     tile = tl.program_id(1)
     expert = _chunk_of_tile(starts, num_experts, tile, ROWS)
@@ -174,15 +205,20 @@ def _gate_up_tile(
     weight = gate_up + expert.to(tl.int64) * 2 * inner * hidden + column.to(tl.int64)[:, None] * hidden
     weight += steps[None, :]
     up_offset = inner.to(tl.int64) * hidden
+    num_groups = tl.cdiv(hidden, GROUP) if GROUP else 1
+    scale = scales + (expert * 2 * inner + column) * num_groups
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, hidden, STEP):
         left = (begin + steps < hidden)[None, :]
         x = tl.load(source + begin, mask=is_row[:, None] & left, other=0.0)
         w = tl.load(weight + begin, mask=is_column[:, None] & left, other=0.0)
-        gate = tl.dot(x, tl.trans(w), gate, input_precision="ieee")
+        gate = _added_product(gate, x, w, scale, is_column, begin, GROUP)
         w = tl.load(weight + up_offset + begin, mask=is_column[:, None] & left, other=0.0)
-        up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
+        up = _added_product(up, x, w, scale + inner * num_groups, is_column, begin, GROUP)
+    if IS_SCALED and not GROUP:
+        gate *= tl.load(scale, mask=is_column, other=0.0)[None, :]
+        up *= tl.load(scale + inner, mask=is_column, other=0.0)[None, :]
     made = gate * tl.sigmoid(gate) * up
     target = between + at.to(tl.int64)[:, None] * inner + column[None, :]
     tl.store(target, made, mask=is_row[:, None] & is_column[None, :])
@@ -192,6 +228,7 @@ def _gate_up_tile(
 def _down_tile(
     between,  # [num_pairs, inner]
     down,  # [num_experts, hidden, inner]
+    scales,  # [num_experts, hidden, num_groups]
     output,  # [num_pairs, hidden]
     order,  # [num_pairs]
     starts,  # [num_experts + 1]
@@ -201,6 +238,8 @@ def _down_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    GROUP: tl.constexpr,  # 0: one for all inputs
 ):
     tile = tl.program_id(1)
     expert = _chunk_of_tile(starts, num_experts, tile, ROWS)
@@ -218,11 +257,14 @@ def _down_tile(
     source = between + at.to(tl.int64)[:, None] * inner + steps[None, :]
     weight = down + expert.to(tl.int64) * hidden * inner + column.to(tl.int64)[:, None] * inner
     weight += steps[None, :]
+    scale = scales + (expert * hidden + column) * (tl.cdiv(inner, GROUP) if GROUP else 1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, inner, STEP):
         left = (begin + steps < inner)[None, :]
         x = tl.load(source + begin, mask=is_row[:, None] & left, other=0.0)
         w = tl.load(weight + begin, mask=is_column[:, None] & left, other=0.0)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+        total = _added_product(total, x, w, scale, is_column, begin, GROUP)
+    if IS_SCALED and not GROUP:
+        total *= tl.load(scale, mask=is_column, other=0.0)[None, :]
     target = output + pair.to(tl.int64)[:, None] * hidden + column[None, :]
     tl.store(target, total, mask=is_row[:, None] & is_column[None, :])

@@ -1,7 +1,8 @@
 """Products of one token with the experts that it is routed to: launcher and two kernels.
 
 One token has a pair with each of its experts, so there is nothing to put in order: a program reads some rows
-of one expert's gate and up, another the same rows of all of the token's experts' down, and adds them up.
+of one expert's gate and up, another the same rows of all of the token's experts' down, and adds them up. Sums
+over the inputs that share a scale are multiplied by it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.expert_scales import ExpertScales, launch_groups, require_experts
 from engine.kernels.many_pairs import Tally
 
 COLUMNS, STEP = 2, 2048
@@ -26,13 +28,14 @@ def one_token_experts(
     experts: torch.Tensor,
     weights: torch.Tensor,
     tally: Tally | None = None,
+    scales: ExpertScales | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of what a token's experts make of it, [1, hidden], silu-gated.
 
     Args:
         row: [1, hidden]
-        gate_up: [num_experts, 2 * inner, hidden], contiguous.
-        down: [num_experts, hidden, inner], contiguous.
+        gate_up: [num_experts, 2 * inner, hidden], contiguous; of any float dtype, or levels of `scales`.
+        down: [num_experts, hidden, inner], contiguous; as `gate_up`.
         experts: [1, num_chosen] int64; `num_experts` and above: another rank's, which adds nothing.
         weights: [1, num_chosen]
 
@@ -41,31 +44,41 @@ def one_token_experts(
     if num_tokens != 1 or experts.shape != weights.shape or len(experts) != 1:
         shapes = f"{num_tokens} rows, experts {tuple(experts.shape)} and weights {tuple(weights.shape)}"
         raise ValueError(f"{shapes} are not of one token")
-    if gate_up.shape != (num_experts, 2 * inner, hidden) or down.shape[1] != hidden:
-        raise ValueError(
-            f"experts {tuple(gate_up.shape)} and {tuple(down.shape)} do not fit a row of {hidden}"
-        )
-    if not (gate_up.is_contiguous() and down.is_contiguous()):
-        raise ValueError("experts must be contiguous")
+    require_experts(hidden, gate_up, down, scales)
     row, experts, weights = row.contiguous(), experts.contiguous(), weights.contiguous()
     between = row.new_empty((chosen, inner))
     output = torch.empty_like(row)
     choices, slots = tally or (experts, experts)
+    gate_up_scales, down_scales = (scales.gate_up, scales.down) if scales else (gate_up, down)
+    (group, _), (down_group, _) = launch_groups(scales, STEP)
+    is_scaled = scales is not None
     _gate_up_rows[(triton.cdiv(inner, COLUMNS), chosen)](
-        row, gate_up, between, experts, choices, slots, num_experts, hidden, inner,
-        IS_COUNTED=tally is not None, COLUMNS=COLUMNS, STEP=STEP, num_warps=4,
+        row, gate_up, gate_up_scales, between, experts, choices, slots, num_experts, hidden, inner,
+        IS_COUNTED=tally is not None, COLUMNS=COLUMNS, STEP=max(STEP, group),
+        IS_SCALED=is_scaled, GROUP=group, num_warps=4,
     )  # fmt: skip
     _down_rows[(triton.cdiv(hidden, DOWN_COLUMNS),)](
-        between, down, output, experts, weights, num_experts, hidden, inner, chosen,
-        CHOSEN_PAD=triton.next_power_of_2(chosen), COLUMNS=DOWN_COLUMNS, STEP=DOWN_STEP, num_warps=4,
+        between, down, down_scales, output, experts, weights, num_experts, hidden, inner, chosen,
+        CHOSEN_PAD=triton.next_power_of_2(chosen), COLUMNS=DOWN_COLUMNS, STEP=max(DOWN_STEP, down_group),
+        IS_SCALED=is_scaled, GROUP=down_group, num_warps=4,
     )  # fmt: skip
     return output
+
+
+@triton.jit
+def _of_inputs(scale, is_row, start, num_groups, ROWS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr):
+    """Return the scale of each input of a step that begins with a group, [ROWS, STEP]."""
+    group = start // GROUP + tl.arange(0, STEP // GROUP)
+    mask = is_row[:, None] & (group < num_groups)[None, :]
+    of_group = tl.load(scale[:, None] + group[None, :], mask=mask, other=0.0)
+    return tl.reshape(tl.broadcast_to(of_group[:, :, None], [ROWS, STEP // GROUP, GROUP]), [ROWS, STEP])
 
 
 @triton.jit
 def _gate_up_rows(
     row,  # [hidden]
     gate_up,  # [num_experts, 2 * inner, hidden]
+    scales,  # [num_experts, 2 * inner, num_groups]
     between,  # [num_chosen, inner]
     experts,  # [num_chosen]
     choices,  # [num_experts]
@@ -76,6 +89,8 @@ def _gate_up_rows(
     IS_COUNTED: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    GROUP: tl.constexpr,  # 0: one for all inputs
 ):
     pair = tl.program_id(1)
     expert = tl.load(experts + pair)
@@ -89,23 +104,36 @@ def _gate_up_rows(
     steps = tl.arange(0, STEP)
     source = gate_up + (expert * 2 * inner + column[:, None]) * hidden + steps[None, :]
     up_offset = inner.to(tl.int64) * hidden
+    num_groups = tl.cdiv(hidden, GROUP) if GROUP else 1
+    scale = scales + (expert * 2 * inner + column) * num_groups
+    is_column = column < inner
     gate = tl.zeros([COLUMNS, STEP], tl.float32)
     up = tl.zeros([COLUMNS, STEP], tl.float32)
     for start in range(0, hidden, STEP):
         left = start + steps < hidden
         mask = inside & left[None, :]
         x = tl.load(row + start + steps, mask=left, other=0.0).to(tl.float32)[None, :]
-        gate += tl.load(source + start, mask=mask, other=0.0).to(tl.float32) * x
-        up += tl.load(source + up_offset + start, mask=mask, other=0.0).to(tl.float32) * x
-    gate_sum = tl.sum(gate, 1)
-    made = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, 1)
-    tl.store(between + pair * inner + column, made, mask=column < inner)
+        gate_part = tl.load(source + start, mask=mask, other=0.0).to(tl.float32) * x
+        up_part = tl.load(source + up_offset + start, mask=mask, other=0.0).to(tl.float32) * x
+        if GROUP:
+            gate_part *= _of_inputs(scale, is_column, start, num_groups, COLUMNS, STEP, GROUP)
+            of_up = scale + inner * num_groups
+            up_part *= _of_inputs(of_up, is_column, start, num_groups, COLUMNS, STEP, GROUP)
+        gate += gate_part
+        up += up_part
+    gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if IS_SCALED and not GROUP:
+        gate_sum *= tl.load(scale, mask=is_column, other=0.0)
+        up_sum *= tl.load(scale + inner, mask=is_column, other=0.0)
+    made = gate_sum * tl.sigmoid(gate_sum) * up_sum
+    tl.store(between + pair * inner + column, made, mask=is_column)
 
 
 @triton.jit
 def _down_rows(
     between,  # [num_chosen, inner]
     down,  # [num_experts, hidden, inner]
+    scales,  # [num_experts, hidden, num_groups]
     output,  # [hidden]
     experts,  # [num_chosen]
     weights,  # [num_chosen]
@@ -116,6 +144,8 @@ def _down_rows(
     CHOSEN_PAD: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    GROUP: tl.constexpr,  # 0: one for all inputs
 ):
     # The rows of a tile: COLUMNS of the first expert, then as many of the next.
     at = tl.arange(0, CHOSEN_PAD * COLUMNS)
@@ -127,10 +157,16 @@ def _down_rows(
     steps = tl.arange(0, STEP)
     source = down + (expert * hidden + column)[:, None] * inner + steps[None, :]
     rows = between + pair[:, None] * inner + steps[None, :]
+    num_groups = tl.cdiv(inner, GROUP) if GROUP else 1
+    scale = scales + (expert * hidden + column) * num_groups
+    if IS_SCALED and not GROUP:
+        weight *= tl.load(scale, mask=inside, other=0.0)
     total = tl.zeros([CHOSEN_PAD * COLUMNS, STEP], tl.float32)
     for start in range(0, inner, STEP):
         mask = inside[:, None] & (start + steps < inner)[None, :]
         w = tl.load(source + start, mask=mask, other=0.0).to(tl.float32)
+        if GROUP:
+            w *= _of_inputs(scale, inside, start, num_groups, CHOSEN_PAD * COLUMNS, STEP, GROUP)
         total += w * tl.load(rows + start, mask=mask, other=0.0).to(tl.float32)
     sums = tl.reshape(tl.sum(total, 1) * weight, [CHOSEN_PAD, COLUMNS])
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from engine.batch import build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
+from engine.quantized_linear import quantize_linears, unrounded_rows
+from engine.quantized_weight import WeightFormat
 from engine.step import StepEntry, StepPlan
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 from tests.engine.builders import make_sequence
@@ -18,8 +20,12 @@ from tests.engine.test_gpu_model import make_family
 
 
 def logits_of(family: str, group: TensorGroup | None) -> torch.Tensor:
-    """Prefill two prompts and decode a token of each; return the logits of both steps."""
-    model = make_family(family)
+    """Prefill two prompts and decode a token of each; return the logits of both steps.
+
+    A family "in fp8" has levels, and rows as they are: rounding makes much of the last bit."""
+    model = make_family(family.removesuffix(" in fp8"))
+    if family.endswith(" in fp8"):
+        quantize_linears(model, WeightFormat.FP8)
     if group is not None:
         cut_causal_model(model, group)
     paged = PagedModel(model)
@@ -37,7 +43,8 @@ def logits_of(family: str, group: TensorGroup | None) -> torch.Tensor:
             for item, table in zip(sequences, tables, strict=True)
         )
         batch = build_batch(StepPlan(entries, 2 if decoding else 0), 16, paged.device)
-        logits.append(paged.forward(batch, cache))
+        with unrounded_rows(model):
+            logits.append(paged.forward(batch, cache))
     return torch.cat(logits)
 
 

@@ -62,7 +62,7 @@ async def test_each_token_of_each_step_is_counted_once(family: str) -> None:
 @pytest.mark.parametrize(("family", "most_pairs"), [("mixtral", 4096), ("mixtral", 16), ("gpt_oss", 4096)])
 def test_padding_is_not_counted(family: str, most_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain experts are counted by their kernels, those of gpt_oss beside theirs."""
-    monkeypatch.setattr("engine.gpu_experts.MAX_PAIRS", most_pairs)
+    monkeypatch.setattr("engine.kernels.grouped_experts.MAX_PAIRS", most_pairs)
     reference = make_family(family)
     model = copy.deepcopy(reference)
     layout = replace(PagedModel(model).shape, block_size=BLOCK_SIZE)

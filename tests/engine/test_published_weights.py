@@ -216,7 +216,8 @@ REFUSED = {
     "checkpoint_format 'marlin'": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
     "dynamic: bits that differ": {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}},
     "awq: Unsupported AutoAWQ version: gemv": {"quant_method": "awq", "bits": 4, "version": "gemv"},
-    "scale_fmt 'ue8m0'": {"quant_method": "fp8", "scale_fmt": "ue8m0"},
+    "scale_fmt must be": {"quant_method": "fp8", "scale_fmt": "int"},
+    "expert_dtype 'fp4'": {"quant_method": "fp8", "expert_dtype": "fp4"},
     "weights of 4 bits": group(
         {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     ),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen3", "phi", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "phi", "mixtral", "deepseek_v3", "mixtral in fp8"])
 def test_two_ranks_over_gloo_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(

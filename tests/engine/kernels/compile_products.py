@@ -16,6 +16,7 @@ from engine.kernels import (  # noqa: E402 after the line above
     grouped_experts,
     many_pairs,
     nibble_product,
+    one_token_experts,
     quantized_product,
     streamed_product,
 )
@@ -47,9 +48,29 @@ def compile_order(is_counted: int) -> None:
     )  # fmt: skip
 
 
+def compile_experts(levels: str, group: int, dtype: str = "*bf16") -> None:
+    is_scaled = int(levels != dtype)
+    scales = {"scales": "*fp32" if is_scaled else dtype}
+    sizes = dict.fromkeys(("num_experts", "hidden", "inner"), "i32")
+    order = dict.fromkeys(("order", "starts"), "*i32")
+    gate_up = {"rows": dtype, "gate_up": levels} | scales | {"between": dtype}
+    down = {"between": dtype, "down": levels} | scales | {"output": dtype}
+    tile = {"ROWS": 32, "COLUMNS": 64, "STEP": group or 128, "IS_SCALED": is_scaled, "GROUP": group}
+    compile_kernel(grouped_experts._gate_up_tile, gate_up | order | sizes | {"num_chosen": "i32"}, **tile)
+    compile_kernel(grouped_experts._down_tile, down | order | sizes, **tile)
+    row = {"row": dtype, "gate_up": levels} | scales | {"between": dtype, "experts": "*i64"}
+    row |= {"choices": "*i64", "slots": "*i32"} | sizes
+    of_scales = {"IS_SCALED": is_scaled, "GROUP": group}
+    compile_kernel(one_token_experts._gate_up_rows, row, IS_COUNTED=1, COLUMNS=2, STEP=2048, **of_scales)
+    down |= {"experts": "*i64", "weights": dtype} | sizes | {"num_chosen": "i32"}
+    compile_kernel(one_token_experts._down_rows, down, CHOSEN_PAD=8, COLUMNS=2, STEP=256, **of_scales)
+
+
 def main() -> None:
     for is_counted in (0, 1):
         compile_order(is_counted)
+    for levels, group in (("*bf16", 0), ("*fp8e4nv", 0), ("*fp8e4nv", 128)):
+        compile_experts(levels, group)
     for parts in (1, 8):
         for levels, group, has_zeros in (("*fp8e4nv", 0, 0), ("*i8", 64, 1)):
             weight = {"rows": "*bf16", "levels": levels, "scales": "*fp32", "zeros": "*fp32"}

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from engine.kernels.grouped_experts import MAX_PAIRS, ExpertTiles, grouped_experts
+from engine.kernels import grouped_experts as kernels
+from engine.kernels.expert_scales import ExpertScales
+from engine.kernels.grouped_experts import ExpertTiles, grouped_experts
+from engine.kernels.many_pairs import Tally
 from tests.engine.kernels.paged import DEVICE, relative_error
 
 HIDDEN, INNER, EXPERTS = 40, 24, 6
@@ -18,6 +21,22 @@ def made(num_tokens: int, chosen: int, seed: int = 0, inner: int = INNER) -> tup
     scores = torch.rand(num_tokens, EXPERTS, generator=generator)
     weights, experts = scores.topk(chosen, dim=-1)
     return tuple(item.to(DEVICE) for item in (rows, gate_up, down, experts, weights))
+
+
+def of_levels(gate_up: torch.Tensor, down: torch.Tensor, group: int):
+    """Return experts rounded to levels, with a scale for each output and group (0: all), and their floats."""
+    made = []
+    for weight in (gate_up, down):
+        size = group or weight.shape[2]
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[2] % size))
+        parts = padded.unflatten(2, (-1, size))
+        scales = parts.abs().amax(3) / 448
+        levels = (parts / scales[..., None]).to(torch.float8_e4m3fn)
+        floats = (levels.float() * scales[..., None]).flatten(2)[..., : weight.shape[2]]
+        kept = levels.float().flatten(2)[..., : weight.shape[2]].to(torch.float8_e4m3fn).contiguous()
+        made.append((kept, scales.contiguous(), floats))
+    (gate_up, gate_up_scales, gate_up_floats), (down, down_scales, down_floats) = made
+    return gate_up, down, ExpertScales(gate_up_scales, down_scales, group), (gate_up_floats, down_floats)
 
 
 def definition(rows, gate_up, down, experts, weights) -> torch.Tensor:
@@ -52,12 +71,67 @@ def test_experts_of_another_rank_add_nothing_and_all_tokens_may_want_one() -> No
     assert not grouped_experts(*case).any()
 
 
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize(("num_tokens", "chosen"), [(3, 2), (40, 3)])
+def test_levels_say_what_their_floats_say(num_tokens: int, chosen: int, group: int) -> None:
+    rows, gate_up, down, experts, weights = made(num_tokens, chosen, inner=50)
+    experts[0, 0] = EXPERTS + 3
+    gate_up, down, scales, floats = of_levels(gate_up, down, group)
+    expected = definition(rows, *floats, experts, weights)
+    found = grouped_experts(rows, gate_up, down, experts, weights, scales=scales)
+    assert relative_error(found, expected) < 3e-6
+    tiles = ExpertTiles(16, 16, 16, 4, 2)
+    found = grouped_experts(rows, gate_up, down, experts, weights, tiles, scales=scales)
+    assert relative_error(found, expected) < 3e-6
+
+
+def test_blocks_of_128_are_groups_whose_scale_outputs_share() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 2 * 160, 200), (2, 200, 160))
+    levels = [torch.randn(*shape, generator=generator).to(torch.float8_e4m3fn) for shape in shapes]
+    blocks = [torch.rand(2, -(-rows // 128), 2, generator=generator) for _, rows, _ in shapes]
+    of_outputs = [
+        block.repeat_interleave(128, 1)[:, : shape[1]].contiguous()
+        for block, shape in zip(blocks, shapes, strict=True)
+    ]
+    floats = [
+        level.float() * scale.repeat_interleave(128, 2)[..., : level.shape[2]] / 16
+        for level, scale in zip(levels, of_outputs, strict=True)
+    ]
+    rows = torch.randn(5, 200, generator=generator)
+    experts, weights = torch.tensor([[0, 1]] * 5), torch.rand(5, 2, generator=generator)
+    case = [item.to(DEVICE) for item in (rows, *levels, experts, weights)]
+    scales = ExpertScales(*(scale.to(DEVICE) / 16 for scale in of_outputs), 128)
+    expected = definition(rows, *floats, experts, weights).to(DEVICE)
+    assert relative_error(grouped_experts(*case, scales=scales), expected) < 3e-6
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_more_pairs_than_one_program_orders_change_no_number(is_scaled: bool, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "MAX_PAIRS", 16)
+    rows, gate_up, down, experts, weights = made(30, 2)
+    experts[3, 0] = EXPERTS
+    scales, floats = None, (gate_up, down)
+    if is_scaled:
+        gate_up, down, scales, floats = of_levels(gate_up, down, 0)
+    choices = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
+    tally = Tally(choices, torch.ones(30, dtype=torch.int32, device=DEVICE))
+    found = grouped_experts(rows, gate_up, down, experts, weights, tally=tally, scales=scales)
+    assert relative_error(found, definition(rows, *floats, experts, weights)) < 3e-6
+    assert choices.sum() == 59
+
+
 def test_what_the_kernels_do_not_take_is_refused_by_name() -> None:
     rows, gate_up, down, experts, weights = made(4, 2)
     with pytest.raises(ValueError, match="do not fit"):
         grouped_experts(rows[:, :20].contiguous(), gate_up, down, experts, weights)
     with pytest.raises(ValueError, match="contiguous"):
         grouped_experts(rows, gate_up, down.transpose(1, 2).contiguous().transpose(1, 2), experts, weights)
-    many = torch.zeros(MAX_PAIRS + 1, 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="more than"):
-        grouped_experts(rows, gate_up, down, many, many)
+    with pytest.raises(ValueError, match="scales"):
+        grouped_experts(rows, gate_up.to(torch.float8_e4m3fn), down, experts, weights)
+    gate_up, down, scales, _ = of_levels(gate_up, down, 32)
+    with pytest.raises(ValueError, match="do not fit"):
+        grouped_experts(rows, gate_up, down, experts, weights, scales=scales._replace(group=64))
+    few = scales._replace(down=scales.down[:1])
+    with pytest.raises(ValueError, match="do not fit levels"):
+        grouped_experts(rows, gate_up, down, experts, weights, scales=few)

@@ -1,0 +1,179 @@
+"""Experts whose weights are 8-bit floats: which experts can have them, and what computes them.
+
+A `QuantizedExperts` stands where a family's module of experts stood, from loading on, and is called as that
+was. It has the weights of all experts stacked as the family has them, levels of float8_e4m3fn, and a scale
+for each expert, output and group of inputs. What experts take in stays as it is: rows are not rounded.
+
+Only the experts that tokens are sent to are written out, one after the other, in the rows' dtype. On a GPU
+kernels that read levels take the place of this (`gpu_experts.py`). Experts with biases, or with another
+activation or gate, stay floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+from base.errors import ConfigError
+from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
+
+SILU = ("SiLU", "SiLUActivation")
+"""Names of the activation that is computed here and in the kernels."""
+
+STACKS = ("gate_up_proj", "down_proj")
+"""Names of the stacked weights in the modules of all families, and in ours."""
+
+
+class ExpertWeights(nn.Module):
+    """The weights of one product of all experts, as levels.
+
+    Attributes:
+        levels: [num_experts, out_features, in_features] float8_e4m3fn.
+        scales: [num_experts, out_features, num_groups] float32.
+        group: Inputs that share a scale; the last group may have fewer.
+    """
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, levels: torch.Tensor, scales: torch.Tensor, group: int) -> None:
+        super().__init__()
+        self.register_buffer("levels", levels)
+        self.register_buffer("scales", scales)
+        self.group = group
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move levels and scales; both keep their dtypes."""
+        device = fn(torch.empty(0, device=self.levels.device)).device
+        super()._apply(lambda tensor: tensor.to(device), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def expert(self, index: int) -> QuantizedWeight:
+        """Return the weight of one expert, a view."""
+        return QuantizedWeight(WeightFormat.FP8, self.levels[index], self.scales[index], self.group)
+
+    def keep(self, first: int, count: int) -> None:
+        """Forget all but `count` experts from `first` on."""
+        # Copies: views would keep the whole alive.
+        self.levels = self.levels[first : first + count].clone()
+        self.scales = self.scales[first : first + count].clone()
+
+
+class QuantizedExperts(nn.Module):
+    """Silu-gated experts of 8-bit floats; called as transformers' experts are.
+
+    Attributes:
+        product: What computes them.
+    """
+
+    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+        """Take weights of equal groups; raises ValueError where both have several groups, and they differ."""
+        super().__init__()
+        groups = {each.group for each in (gate_up, down) if each.scales.shape[-1] > 1}
+        if len(groups) > 1:
+            raise ValueError(f"gate, up and down have groups of {sorted(groups)} inputs")
+        self.gate_up_proj, self.down_proj = gate_up, down
+        self.group = groups.pop() if groups else 0
+        """Inputs that share a scale, where there are several groups."""
+        self.num_experts = len(gate_up.levels)
+        self.product: Callable[..., torch.Tensor] = written_out
+
+    def keep(self, first: int, count: int) -> None:
+        """Forget all but `count` experts from `first` on."""
+        self.gate_up_proj.keep(first, count)
+        self.down_proj.keep(first, count)
+        self.num_experts = count
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.product(self, hidden, chosen, weights)
+
+
+def written_out(
+    experts: QuantizedExperts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return each token's weighted sum, by writing out one after the other what experts are hit.
+
+    Args:
+        hidden: [num_tokens, hidden]
+        chosen: [num_tokens, num_chosen] int64; `num_experts` and above add nothing.
+        weights: [num_tokens, num_chosen]"""
+    output = torch.zeros_like(hidden)
+    for expert in torch.unique(chosen).tolist():
+        if expert >= experts.num_experts:
+            continue
+        tokens, places = torch.where(chosen == expert)
+        gate_up = experts.gate_up_proj.expert(expert).dequantized(hidden.dtype)
+        gate, up = linear(hidden[tokens], gate_up).chunk(2, dim=-1)
+        made = linear(silu(gate) * up, experts.down_proj.expert(expert).dequantized(hidden.dtype))
+        output.index_add_(0, tokens, (made * weights[tokens, places, None]).to(output.dtype))
+    return output
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a module's experts are silu-gated products without biases, stacked in two parameters."""
+    if not all(is_stack(getattr(module, name, None)) for name in STACKS) or not hasattr(module, "act_fn"):
+        return False
+    has_own_gate = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
+    is_odd = module.is_transposed or module.has_bias or not module.has_gate or has_own_gate
+    is_odd = is_odd or getattr(module, "has_post_expert_norm", False)
+    return not is_odd and type(module.act_fn).__name__ in SILU
+
+
+def is_stack(weight: Any) -> bool:
+    """Return whether something is the parameter that has one weight of each expert."""
+    return isinstance(weight, nn.Parameter) and weight.dim() == 3
+
+
+def quantize_experts(model: nn.Module, device: torch.device | None = None) -> None:
+    """Replace the experts of a finished model, or of a part of one, in place, by the nearest levels.
+
+    Each lies where its floats lay. `device` computes the levels, one expert at a time; None: where they lie.
+
+    Raises ConfigError as `require_served_as`."""
+    require_served_as(model, WeightFormat.FP8)
+    for parent, name, module in experts_in(model):
+        stacks = [_nearest(getattr(module, stack).detach(), device) for stack in STACKS]
+        setattr(parent, name, QuantizedExperts(*stacks))
+
+
+def experts_in(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return the plain experts of floats in a model, each with its parent and its name there."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if is_plain(child)
+    ]
+
+
+def require_served_as(model: nn.Module, weight_format: WeightFormat) -> None:
+    """Raise ConfigError if a model has weights of several experts that cannot have levels of a format."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() <= 2:
+            continue
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not is_plain(owner):
+            raise ConfigError(
+                f"quantization: {name} is the weight of several experts, with biases or a gate of their own, "
+                "which can be served unquantised alone: say quantization: none"
+            )
+        if weight_format is not WeightFormat.FP8:
+            raise ConfigError(
+                f"quantization: {name} is the weight of several experts, which cannot be served in "
+                f"{weight_format.value}: say quantization: fp8 or quantization: none"
+            )
+
+
+@torch.no_grad()
+def _nearest(weight: torch.Tensor, device: torch.device | None) -> ExpertWeights:
+    levels = torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    scales = torch.empty((*weight.shape[:2], 1), dtype=torch.float32, device=weight.device)
+    for expert, floats in enumerate(weight):
+        found = quantized(floats if device is None else floats.to(device), WeightFormat.FP8)
+        levels[expert].copy_(found.levels)
+        scales[expert].copy_(found.scales)
+    return ExpertWeights(levels, scales, weight.shape[2])

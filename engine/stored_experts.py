@@ -1,0 +1,200 @@
+"""Experts of few bits in a checkpoint: read into the stacked form level for level, with no float copy.
+
+A published checkpoint has the weights of each expert by themselves, `experts.3.up_proj.weight` with its
+scales; one that was rounded here has them stacked, `experts.gate_up_proj.levels`. transformers stacks what it
+reads into a parameter without scales. So the modules of experts are taken out of a model before it reads, and
+made of what the files have afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from base.errors import ConfigError
+from engine.model_store import weight_files
+from engine.published_weights import PublishedFormat, weight_of
+from engine.quantized_experts import STACKS, ExpertWeights, QuantizedExperts, is_plain
+from engine.quantized_weight import QuantizedWeight, WeightFormat
+
+EXPERT = re.compile(r"(.+\.experts)\.(\d{1,9})\.(\w+)")
+"""Name of a weight of one expert: where the experts are, which one, and which weight."""
+
+WEIGHTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
+"""Gate, up and down, by the names that checkpoints have for them."""
+
+RENAMED = (".block_sparse_moe.", ".mlp.")
+"""Name of the place of experts in a layer, in some checkpoints and in the modules of transformers."""
+
+LEVELS = "F8_E4M3"
+"""Dtype, of safetensors, that experts of few bits have."""
+
+READERS = 8
+"""Layers whose experts are read at once: each read from a file waits for its pages."""
+
+Headers = Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]
+"""Dtype and shape of each tensor of each weight."""
+
+Read = Any
+"""Returns the tensor of a name."""
+
+
+class StoredExperts(nn.Module):
+    """The place of experts whose weights lie in a checkpoint's files."""
+
+    def __init__(self, plain: Any, weights: list[str], headers: Headers) -> None:
+        """Remember what to read: gate, up and down of each expert, or both stacks."""
+        super().__init__()
+        self.shapes: tuple[torch.Size, torch.Size] = (plain.gate_up_proj.shape, plain.down_proj.shape)
+        self.parts = {name: tuple(headers[name]) for name in weights}
+
+    def tensors(self, name: str, read: Read) -> dict[str, torch.Tensor]:
+        return {part: read(f"{name}.{part}") for part in self.parts[name]}
+
+
+def take_experts(model: nn.Module, headers: dict[str, Any]) -> bool:
+    """Put `StoredExperts` where a checkpoint has plain experts in few bits; return whether it has any.
+
+    Args:
+        headers: Of all weights of few bits; those of experts are removed.
+
+    Raises ConfigError for experts of which some have few bits, or that are no 8-bit floats."""
+    places: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
+    for name in headers:
+        if (match := EXPERT.fullmatch(name)) and match[3] in WEIGHTS:
+            places[match[1].replace(*RENAMED)][int(match[2]), WEIGHTS[match[3]]] = name
+    is_any = False
+    for name, module in list(model.named_modules()):
+        if not is_plain(module):
+            continue
+        weights = _stacks(name, headers) or _weights(name, len(module.gate_up_proj), places[name])
+        if weights:
+            for weight in weights:
+                _require_levels(weight, headers[weight])
+            model.set_submodule(name, StoredExperts(module, weights, headers))
+            is_any = True
+            for weight in weights:
+                del headers[weight]
+    return is_any
+
+
+def _stacks(name: str, headers: Headers) -> list[str]:
+    stacks = [f"{name}.{stack}" for stack in STACKS]
+    return stacks if all(stack in headers for stack in stacks) else []
+
+
+def _weights(name: str, num_experts: int, found: Mapping[tuple[int, int], str]) -> list[str]:
+    """Return the names of gate, up and down of each expert; nothing if none has few bits."""
+    wanted = [(expert, weight) for expert in range(num_experts) for weight in range(3)]
+    if found and (odd := sorted(set(wanted) ^ found.keys())):
+        which = ("gate", "up", "down")[odd[0][1]]
+        raise ConfigError(
+            f"{name}: some of its {num_experts} experts have few bits, and {which} of expert {odd[0][0]} "
+            "is not as the others; they cannot be served"
+        )
+    return [found[place] for place in wanted] if found else []
+
+
+def _require_levels(name: str, header: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    dtype, _ = header.get("weight") or header.get("levels") or next(iter(header.values()))
+    if dtype != LEVELS:
+        raise ConfigError(
+            f"{name} has levels of {dtype}; experts can be served in fp8 ({LEVELS}) or as floats"
+        )
+
+
+def read_experts(model: nn.Module, path: Path, published: PublishedFormat) -> None:
+    """Replace each `StoredExperts` by what a folder's files have for it, in place.
+
+    Raises ConfigError, naming a weight that does not fit."""
+    found = [(name, each) for name, each in model.named_modules() if isinstance(each, StoredExperts)]
+    if not found:
+        return
+    with _open(path) as read, ThreadPoolExecutor(READERS, "experts") as pool:
+        made = pool.map(partial(_read, read, published), (stored for _, stored in found))
+        for (name, _), experts in zip(found, made, strict=True):
+            model.set_submodule(name, experts)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Read]:
+    """Give a function that reads a tensor of a folder's files by its name."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for file in weight_files(path):
+            tensors = stack.enter_context(safe_open(file, "pt"))
+            files |= dict.fromkeys(tensors.keys(), tensors)
+        yield lambda name: files[name].get_tensor(name)
+
+
+def _read(read: Read, published: PublishedFormat, stored: StoredExperts) -> QuantizedExperts:
+    names = list(stored.parts)
+    if len(names) == len(STACKS):
+        gate_up, down = (
+            _whole(read, published, stored, name, shape)
+            for name, shape in zip(names, stored.shapes, strict=True)
+        )
+    else:
+        experts = [names[at : at + 3] for at in range(0, len(names), 3)]
+        gate_up = _stack(read, published, stored, [each[:2] for each in experts], stored.shapes[0])
+        down = _stack(read, published, stored, [each[2:] for each in experts], stored.shapes[1])
+    try:
+        return QuantizedExperts(gate_up, down)
+    except ValueError as error:
+        raise ConfigError(f"{names[0]} cannot be served as {published.name}: {error}") from error
+
+
+def _whole(
+    read: Read, published: PublishedFormat, stored: StoredExperts, name: str, shape: torch.Size
+) -> ExpertWeights:
+    """Return the weights of all experts, which lie in a file as they are: the map of it is not copied."""
+    tensors = stored.tensors(name, read)
+    if any(tensor.dim() != 3 for tensor in tensors.values()):
+        raise ConfigError(f"{name}: {', '.join(tensors)} have no dimension of experts")
+    rows = {part: tensor.flatten(0, 1) for part, tensor in tensors.items()}
+    weight = _levels_of(published, name, rows, (shape[0] * shape[1], shape[2]))
+    return ExpertWeights(weight.levels.view(shape), weight.scales.view(*shape[:2], -1), weight.group)
+
+
+def _stack(
+    read: Read, published: PublishedFormat, stored: StoredExperts, experts: list[list[str]], shape: torch.Size
+) -> ExpertWeights:
+    """Return the weights of all experts; of each, those of the names given follow each other."""
+    levels = torch.empty(shape, dtype=torch.float8_e4m3fn)
+    scales: torch.Tensor | None = None
+    group = 0
+    for expert, names in enumerate(experts):
+        size = shape[1] // len(names)
+        for place, name in enumerate(names):
+            weight = _levels_of(published, name, stored.tensors(name, read), (size, shape[2]))
+            if scales is None:
+                group = weight.group
+                scales = torch.empty((*shape[:2], weight.scales.shape[1]))
+            if weight.group != group or weight.scales.shape[1] != scales.shape[2]:
+                raise ConfigError(f"{name}: its inputs share scales otherwise than those of {experts[0][0]}")
+            rows = slice(place * size, (place + 1) * size)
+            levels[expert, rows].copy_(weight.levels)
+            scales[expert, rows].copy_(weight.scales)
+    assert scales is not None
+    return ExpertWeights(levels, scales, group)
+
+
+def _levels_of(
+    published: PublishedFormat, name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
+) -> QuantizedWeight:
+    weight = weight_of(published, name, tensors, shape)
+    if weight.format is not WeightFormat.FP8 or weight.zeros is not None:
+        raise ConfigError(
+            f"{name} has levels of {weight.format.value}; experts can be served in fp8 or as floats"
+        )
+    return weight

@@ -1,0 +1,145 @@
+"""Checkpoints that are published with experts of 8-bit floats are served so, or refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from base.clock import SystemClock
+from base.config import EngineConfig
+from base.errors import ConfigError
+from engine.build import build_engine
+from engine.quantized_experts import QuantizedExperts
+from engine.quantized_linear import QuantizedLinear, unrounded_rows
+from engine.weights import load_model
+from tests.engine.builders import greedy
+from tests.engine.test_gpu_model import make_family
+from tests.engine.test_published_weights import FORMATS, change
+
+FORMS = {
+    "blocks": ("fp8 in blocks", {"scale_fmt": "ue8m0"}),
+    "channels": ("compressed-tensors fp8", {}),
+}
+TWO_BLOCKS = {"hidden_size": 192, "moe_intermediate_size": 160, "intermediate_size": 160}
+TOKENS = torch.tensor([[(index * index * 7 + 3) % 61 for index in range(30)]])
+LEVELS = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "_mqa.weight")
+
+
+def publish(folder: Path, family: str, form: str, is_few: Callable[[str], bool] = lambda _: True) -> Path:
+    """Write a family with layers and experts in few bits, and in `floats` beside it what they mean."""
+    name, more = FORMS[form]
+    make, published, _ = FORMATS[name]
+    model = make_family(family, **TWO_BLOCKS)
+    model.save_pretrained(folder)
+    model.save_pretrained(folder / "floats")
+    tensors = load_file(folder / "model.safetensors")
+    floats = dict(tensors)
+    for key in [key for key in tensors if key.endswith(LEVELS) and is_few(key)]:
+        parts, meant = make(*tensors.pop(key).shape)
+        floats[key] = meant.contiguous()
+        layer = key.removesuffix(".weight")
+        tensors |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(floats, folder / "floats" / "model.safetensors", {"format": "pt"})
+    change(folder, published | more)
+    return folder
+
+
+def edited(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode(), unrounded_rows(model):
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_published_experts_say_what_their_floats_say(family: str, form: str, tmp_path: Path) -> None:
+    folder = publish(tmp_path, family, form)
+    model = load_model(folder, torch.float32)
+    experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    assert experts
+    weights = experts[0].gate_up_proj
+    assert weights.levels.dtype == torch.float8_e4m3fn
+    assert weights.scales.shape == (4, 320, 2 if form == "blocks" else 1)
+    expected = logits_of(load_model(folder / "floats", torch.float32))
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_layer_that_makes_heads_of_latents_is_written_out(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "deepseek_v3", "blocks", lambda key: "kv_b_proj" in key)
+    attention = load_model(folder, torch.bfloat16).model.layers[0].self_attn
+    assert type(attention.kv_b_proj) is torch.nn.Linear
+    assert attention.kv_b_proj.weight.dtype == torch.bfloat16
+    plain = load_model(folder / "floats", torch.bfloat16).model.layers[0].self_attn
+    assert torch.equal(attention.kv_b_proj.weight, plain.kv_b_proj.weight)
+
+
+async def test_a_published_model_with_experts_is_served(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "qwen3_moe", "channels", lambda key: "experts" in key)
+    config = EngineConfig(device="cpu", block_size=16, kv_cache_gib=0.002, threads=1, chunk_tokens=32)
+    engine = build_engine(config, str(folder), SystemClock())
+    assert engine.quantization.format == "fp8"
+    assert engine.quantization.error < 1e-5, "experts are the source's own numbers"
+    (tokens,) = await greedy(engine.loop, [list(range(40))], 8)
+    floats = build_engine(config, str(folder / "floats"), SystemClock())
+    assert [tokens] == await greedy(floats.loop, [list(range(40))], 8)
+
+
+def test_layers_that_the_family_does_not_read_are_left_out(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "deepseek_v3", "blocks")
+
+    def add_one_of_another_head(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.startswith("model.layers.1.mlp.experts.0.")]:
+            tensors[key.replace("layers.1.", "layers.61.")] = tensors[key].clone()
+
+    config = json.loads((folder / "config.json").read_text())
+    edited(folder, add_one_of_another_head)
+    assert config["num_hidden_layers"] == 2
+    load_model(folder, torch.float32)
+
+
+def test_experts_of_which_some_have_few_bits_are_refused(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "qwen3_moe", "channels", lambda key: "experts.2.up_proj" not in key)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts: .*up of expert 2"):
+        load_model(folder, torch.float32)
+
+
+def test_experts_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "qwen3_moe", "channels")
+
+    def as_whole_numbers(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("proj.weight") and "experts" in key]:
+            tensors[key] = tensors[key].float().to(torch.int8)
+
+    with pytest.raises(ConfigError, match=r"experts\.\d\.\w+ has levels of I8; experts can be served in fp8"):
+        load_model(edited(folder, as_whole_numbers), torch.float32)
+
+
+def test_scales_of_an_expert_that_do_not_fit_are_refused_by_its_name(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "mixtral", "blocks")
+
+    def cut_scales(tensors: dict[str, torch.Tensor]) -> None:
+        (key,) = [key for key in tensors if key.endswith("0.block_sparse_moe.experts.1.w2.weight_scale_inv")]
+        tensors[key] = torch.ones(1, 2)
+
+    with pytest.raises(ConfigError, match=r"experts\.1\.w2 cannot be served as fp8: scales.*do not fit"):
+        load_model(edited(folder, cut_scales), torch.float32)
+
+
+def test_linear_layers_stay_levels_beside_experts_of_floats(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "qwen3_moe", "blocks", lambda key: "experts" not in key)
+    model = load_model(folder, torch.float32)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, QuantizedLinear)
+    assert not isinstance(model.model.layers[0].mlp.experts, QuantizedExperts)
+    expected = logits_of(load_model(folder / "floats", torch.float32))
+    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
