@@ -45,6 +45,7 @@ from engine.runner import Runner, StepRunner
 from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
+from engine.stored_experts import WHOLE
 from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 from engine.token_masks import Grammars, no_vocabulary
@@ -158,7 +159,8 @@ def load_rank(
     device = device_of(config)
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if config.dtype == "auto" else TORCH_DTYPES[config.dtype]
-    weights = load_weights(config, Path(model_path), dtype, device, rounded)
+    part = (group.rank, group.size) if group is not None else WHOLE
+    weights = load_weights(config, Path(model_path), dtype, device, rounded, part)
     if group is not None:
         cut_causal_model(weights.module, group)
     with _importing(GPU_MODULES if device.type == "cuda" else ()):

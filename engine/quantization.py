@@ -26,6 +26,7 @@ from engine.quantized_linear import QuantizedLinear, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
 from engine.rounded_checkpoint import rounded_name, source_logits, the_only_writer, write_rounded
 from engine.self_check import checked_tokens, relative_error
+from engine.stored_experts import WHOLE, Part
 from engine.weights import load_model, random_model, tokens_of
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,12 @@ class LoadedWeights:
 
 
 def load_weights(
-    config: EngineConfig, folder: Path, dtype: torch.dtype, device: torch.device, rounded: Path | None = None
+    config: EngineConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounded: Path | None = None,
+    part: Part = WHOLE,
 ) -> LoadedWeights:
     """Load a prepared model, and quantise it if the configuration says so.
 
@@ -81,12 +87,13 @@ def load_weights(
     Args:
         device: What computes while weights are rounded.
         rounded: The name of the model's rounded weights in a cache, without the format; None: keep none.
+        part: What `cut_causal_model` will keep of experts; the others of a published checkpoint are not read.
 
     Raises ConfigError if it cannot be loaded, or not be quantised."""
     if config.random_weights:
         return quantised_weights(random_model(folder, dtype, device), config.quantization)
     if config.quantization == "none":
-        module = load_model(folder, dtype)
+        module = load_model(folder, dtype, part)
         return LoadedWeights(module, _published_formats(module) or "none")
     weight_format = WeightFormat(config.quantization)
     if rounded is None:

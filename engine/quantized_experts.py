@@ -70,8 +70,11 @@ class QuantizedExperts(nn.Module):
         product: What computes them.
     """
 
-    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
-        """Take weights of equal groups; raises ValueError where both have several groups, and they differ."""
+    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, num_all: int | None = None) -> None:
+        """Take weights of equal groups; raises ValueError where both have several groups, and they differ.
+
+        Args:
+            num_all: Experts of the whole model, of which a rank may have read its share; None: these."""
         super().__init__()
         groups = {each.group for each in (gate_up, down) if each.scales.shape[-1] > 1}
         if len(groups) > 1:
@@ -80,10 +83,13 @@ class QuantizedExperts(nn.Module):
         self.group = groups.pop() if groups else 0
         """Inputs that share a scale, where there are several groups."""
         self.num_experts = len(gate_up.levels)
+        self.num_all = num_all or self.num_experts
         self.product: Callable[..., torch.Tensor] = written_out
 
     def keep(self, first: int, count: int) -> None:
-        """Forget all but `count` experts from `first` on."""
+        """Forget all but `count` experts from `first` on; no effect where these alone were read."""
+        if self.num_experts < self.num_all:
+            return
         self.gate_up_proj.keep(first, count)
         self.down_proj.keep(first, count)
         self.num_experts = count
@@ -136,8 +142,8 @@ def quantize_experts(model: nn.Module, device: torch.device | None = None) -> No
     Raises ConfigError as `require_served_as`."""
     require_served_as(model, WeightFormat.FP8)
     for parent, name, module in experts_in(model):
-        stacks = [_nearest(getattr(module, stack).detach(), device) for stack in STACKS]
-        setattr(parent, name, QuantizedExperts(*stacks))
+        gate_up, down = (_nearest(getattr(module, stack).detach(), device) for stack in STACKS)
+        setattr(parent, name, QuantizedExperts(gate_up, down))
 
 
 def experts_in(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

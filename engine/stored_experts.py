@@ -3,7 +3,8 @@
 A published checkpoint has the weights of each expert by themselves, `experts.3.up_proj.weight` with its
 scales; one that was rounded here has them stacked, `experts.gate_up_proj.levels`. transformers stacks what it
 reads into a parameter without scales. So the modules of experts are taken out of a model before it reads, and
-made of what the files have afterwards.
+made of what the files have afterwards. A rank reads its own experts alone: all of them may be more than the
+memory of a host has room for, once for each rank.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ READERS = 8
 
 Headers = Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]
 """Dtype and shape of each tensor of each weight."""
+
+Part = tuple[int, int]
+"""Rank and number of the ranks that share experts, each with as many as the others."""
+
+WHOLE: Part = (0, 1)
 
 Read = Any
 """Returns the tensor of a name."""
@@ -113,15 +119,17 @@ def _require_levels(name: str, header: Mapping[str, tuple[str, tuple[int, ...]]]
         )
 
 
-def read_experts(model: nn.Module, path: Path, published: PublishedFormat) -> None:
+def read_experts(model: nn.Module, path: Path, published: PublishedFormat, part: Part = WHOLE) -> None:
     """Replace each `StoredExperts` by what a folder's files have for it, in place.
+
+    Of stacks, which are maps of their files, nothing is read, and none is left out for `part`.
 
     Raises ConfigError, naming a weight that does not fit."""
     found = [(name, each) for name, each in model.named_modules() if isinstance(each, StoredExperts)]
     if not found:
         return
     with _open(path) as read, ThreadPoolExecutor(READERS, "experts") as pool:
-        made = pool.map(partial(_read, read, published), (stored for _, stored in found))
+        made = pool.map(partial(_read, read, published, part), (stored for _, stored in found))
         for (name, _), experts in zip(found, made, strict=True):
             model.set_submodule(name, experts)
 
@@ -137,8 +145,9 @@ def _open(path: Path) -> Iterator[Read]:
         yield lambda name: files[name].get_tensor(name)
 
 
-def _read(read: Read, published: PublishedFormat, stored: StoredExperts) -> QuantizedExperts:
+def _read(read: Read, published: PublishedFormat, part: Part, stored: StoredExperts) -> QuantizedExperts:
     names = list(stored.parts)
+    num_experts = stored.shapes[0][0]
     if len(names) == len(STACKS):
         gate_up, down = (
             _whole(read, published, stored, name, shape)
@@ -146,10 +155,12 @@ def _read(read: Read, published: PublishedFormat, stored: StoredExperts) -> Quan
         )
     else:
         experts = [names[at : at + 3] for at in range(0, len(names), 3)]
+        rank, size = part if num_experts % part[1] == 0 else WHOLE  # else whoever cuts them refuses
+        experts = experts[rank * num_experts // size : (rank + 1) * num_experts // size]
         gate_up = _stack(read, published, stored, [each[:2] for each in experts], stored.shapes[0])
         down = _stack(read, published, stored, [each[2:] for each in experts], stored.shapes[1])
     try:
-        return QuantizedExperts(gate_up, down)
+        return QuantizedExperts(gate_up, down, num_experts)
     except ValueError as error:
         raise ConfigError(f"{names[0]} cannot be served as {published.name}: {error}") from error
 
@@ -170,6 +181,7 @@ def _stack(
     read: Read, published: PublishedFormat, stored: StoredExperts, experts: list[list[str]], shape: torch.Size
 ) -> ExpertWeights:
     """Return the weights of all experts; of each, those of the names given follow each other."""
+    shape = torch.Size((len(experts), *shape[1:]))
     levels = torch.empty(shape, dtype=torch.float8_e4m3fn)
     scales: torch.Tensor | None = None
     group = 0

@@ -26,7 +26,7 @@ from base.errors import ConfigError
 from engine.model_store import weight_files
 from engine.published_weights import PublishedFormat, published_format, weight_of
 from engine.quantized_linear import READ_OTHERWISE, QuantizedLinear
-from engine.stored_experts import read_experts, take_experts
+from engine.stored_experts import WHOLE, Part, read_experts, take_experts
 
 METHOD = "conductor"
 """Name of our reader among transformers' quantisers."""
@@ -84,8 +84,9 @@ class StoredLinear(nn.Module):
 class StoredConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The configuration that transformers gets in place of a checkpoint's own."""
 
-    def __init__(self, path: str, published: dict[str, Any], **_: object) -> None:
+    def __init__(self, path: str, published: dict[str, Any], part: Part = WHOLE, **_: object) -> None:
         self.quant_method = METHOD
+        self.part = part
         self.path = path
         self.published = published
 
@@ -120,7 +121,8 @@ class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, module in list(model.named_modules()):
             if isinstance(module, StoredLinear):
                 model.set_submodule(name, _read(name, module, found, model.dtype))
-        read_experts(model, Path(self.quantization_config.path), found)
+        config = self.quantization_config
+        read_experts(model, Path(config.path), found, config.part)
 
     def is_serializable(self) -> bool:
         return False
@@ -130,9 +132,9 @@ class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def stored_config(path: Path, published: dict[str, Any]) -> dict[str, Any]:
-    """Return the `quantization_config` that has transformers load a folder by this file."""
-    return {"quant_method": METHOD, "path": str(path), "published": published}
+def stored_config(path: Path, published: dict[str, Any], part: Part = WHOLE) -> dict[str, Any]:
+    """Return the `quantization_config` that has transformers load a folder, and a part of its experts."""
+    return {"quant_method": METHOD, "path": str(path), "published": published, "part": part}
 
 
 def require_floats(path: Path, headers: Iterable[TensorHeader]) -> None:

@@ -95,7 +95,8 @@ class ExpertShare(nn.Module):
     def __init__(self, experts: nn.Module, group: TensorGroup) -> None:
         """Keep this rank's share of `experts`, in place; raises ConfigError if they do not divide."""
         super().__init__()
-        self.num_all: int = experts.num_experts  # type: ignore[assignment]
+        is_quantized = isinstance(experts, QuantizedExperts)
+        self.num_all: int = experts.num_all if is_quantized else experts.num_experts  # type: ignore[assignment]
         """Experts of all ranks."""
         num_experts = _share_size(self.num_all, group)
         self.first = group.rank * num_experts
@@ -164,11 +165,21 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
         to_cut.append((name, module, style))
     for name, module in experts:
         model.set_submodule(name, ExpertShare(module, group))
+    _require_whole_experts(model)
     for name, linear, style in to_cut:
         if style == "colwise":
             model.set_submodule(name, _columns(linear, group))
         else:
             model.set_submodule(name, RowParallel(_rows(linear, group), linear.bias, group))
+
+
+def _require_whole_experts(model: nn.Module) -> None:
+    """Raise ConfigError where a rank has read its share of experts, and the plan does not cut them."""
+    shares = {module.experts for module in model.modules() if isinstance(module, ExpertShare)}
+    for name, module in model.named_modules():
+        is_part = isinstance(module, QuantizedExperts) and module.num_experts < module.num_all
+        if is_part and module not in shares:
+            raise ConfigError(f"tensor parallel: transformers' plan for this family does not cut {name}")
 
 
 def _columns(linear: nn.Linear | QuantizedLinear, group: TensorGroup) -> nn.Module:

@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
 from engine.published_weights import published_format
+from engine.stored_experts import WHOLE, Part
 from engine.stored_linears import require_depth, require_floats, stored_config, tensor_headers
 
 LOAD_ERRORS = (
@@ -48,10 +49,11 @@ once the second puts back the replacement, and from then on no model of this pro
 it shares with its embedding."""
 
 
-def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(path: Path, dtype: torch.dtype, part: Part = WHOLE) -> PreTrainedModel:
     """Load a prepared folder, config.json and safetensors, as a map of its files: what is used is read.
 
-    A checkpoint of few bits keeps them: its linear layers are `QuantizedLinear`s.
+    A checkpoint of few bits keeps them: its linear layers are `QuantizedLinear`s, its experts
+    `QuantizedExperts`, of which a rank that will cut the model has its `part` alone read.
 
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
@@ -59,7 +61,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         with ONE_AT_A_TIME:
             model, found = AutoModelForCausalLM.from_pretrained(
                 path,
-                config=_config(path),
+                config=_config(path, part),
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
@@ -76,7 +78,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return loaded
 
 
-def _config(path: Path) -> PreTrainedConfig:
+def _config(path: Path, part: Part) -> PreTrainedConfig:
     """Return a folder's configuration; of few bits, so that `engine/stored_linears.py` reads it."""
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         path, local_files_only=True, trust_remote_code=False
@@ -88,7 +90,7 @@ def _config(path: Path) -> PreTrainedConfig:
         require_floats(path, headers)
         return config
     published_format(published)  # refuses what cannot be served before anything is read
-    config.quantization_config = stored_config(path, published)
+    config.quantization_config = stored_config(path, published, part)
     return config
 
 

@@ -13,6 +13,7 @@ from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
+from engine.quantized_experts import quantize_experts
 from engine.scaled_kv import scaled_layout
 from engine.step import StepPlan
 from engine.step_memory import StepShape, StepWriter
@@ -26,6 +27,7 @@ KINDS = {
     "latents": ("deepseek_v3", False),
     "complex rotations": ("deepseek_v2", False),
     "experts": ("mixtral", False),
+    "experts of 8-bit floats": ("mixtral", False),
     "experts counted beside their product": ("mixtral", False),
 }
 
@@ -39,6 +41,8 @@ def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> in
     torch._dynamo.utils.counters.clear()
     family, is_scaled = KINDS[kind]
     model = make_family(family)
+    if "8-bit floats" in kind:
+        quantize_experts(model)
     shape = PagedModel(model).shape
     layout = replace(shape, block_size=BLOCK_SIZE)
     layout = scaled_layout(layout) if is_scaled else layout

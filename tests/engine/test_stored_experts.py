@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from base.errors import ConfigError
 from engine.build import build_engine
 from engine.quantized_experts import QuantizedExperts
 from engine.quantized_linear import QuantizedLinear, unrounded_rows
+from engine.tensor_parallel import ExpertShare, TensorGroup, cut_causal_model, cut_model
 from engine.weights import load_model
 from tests.engine.builders import greedy
 from tests.engine.test_gpu_model import make_family
@@ -61,14 +63,16 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+def experts_of(model: torch.nn.Module) -> list[QuantizedExperts]:
+    return [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_published_experts_say_what_their_floats_say(family: str, form: str, tmp_path: Path) -> None:
     folder = publish(tmp_path, family, form)
     model = load_model(folder, torch.float32)
-    experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
-    assert experts
-    weights = experts[0].gate_up_proj
+    weights = experts_of(model)[0].gate_up_proj
     assert weights.levels.dtype == torch.float8_e4m3fn
     assert weights.scales.shape == (4, 320, 2 if form == "blocks" else 1)
     expected = logits_of(load_model(folder / "floats", torch.float32))
@@ -93,6 +97,29 @@ async def test_a_published_model_with_experts_is_served(tmp_path: Path) -> None:
     (tokens,) = await greedy(engine.loop, [list(range(40))], 8)
     floats = build_engine(config, str(folder / "floats"), SystemClock())
     assert [tokens] == await greedy(floats.loop, [list(range(40))], 8)
+
+
+def test_a_rank_reads_its_own_experts_alone(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "mixtral", "blocks")
+    whole = experts_of(load_model(folder, torch.float32))[-1]
+    parts = []
+    for rank in range(2):
+        model = load_model(folder, torch.float32, (rank, 2))
+        read = experts_of(model)[-1]
+        assert (read.num_experts, read.num_all) == (2, 4)
+        levels = read.down_proj.levels
+        cut_causal_model(model, TensorGroup(SimpleNamespace(group_name="two"), rank, 2))
+        (share,) = [module for module in model.modules() if isinstance(module, ExpertShare)][-1:]
+        assert share.experts.down_proj.levels is levels
+        assert (share.first, share.num_all) == (2 * rank, 4)
+        parts.append(share.experts)
+    for name in ("gate_up_proj", "down_proj"):
+        cut = torch.cat([getattr(part, name).levels.float() for part in parts])
+        assert torch.equal(cut, getattr(whole, name).levels.float())
+    model = load_model(folder, torch.float32, (0, 2))
+    plan = {"layers.*.self_attn.q_proj": "colwise"}
+    with pytest.raises(ConfigError, match=r"does not cut layers\.0\.mlp\.experts"):
+        cut_model(model.model, plan, (4, 2), TensorGroup(SimpleNamespace(group_name="two"), 0, 2))
 
 
 def test_layers_that_the_family_does_not_read_are_left_out(tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def test_levels_say_what_their_floats_say(num_tokens: int, chosen: int, group: i
     assert relative_error(found, expected) < 3e-6
 
 
+def test_levels_are_widened_to_rows_of_few_bits() -> None:
+    rows, gate_up, down, experts, weights = made(20, 2)
+    gate_up, down, scales, floats = of_levels(gate_up, down, 32)
+    found = grouped_experts(rows.half(), gate_up, down, experts, weights, scales=scales)
+    assert found.dtype == torch.float16
+    assert relative_error(found.float(), definition(rows, *floats, experts, weights)) < 2e-3
+
+
 def test_blocks_of_128_are_groups_whose_scale_outputs_share() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 2 * 160, 200), (2, 200, 160))
