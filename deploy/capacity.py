@@ -45,6 +45,9 @@ LEVEL_BYTES = {"int8": 1, "int4": 1, "fp8": 4}
 STORED_BYTES = {"I8": 1, "U8": 1, "I32": 8, "F8_E4M3": 4}
 """The same for a number of a published file; 32 bits are 8 levels at most."""
 
+EXPERT = ".experts."
+"""Part of the names of experts' weights, whose 8-bit floats stay levels on a CPU too."""
+
 MAX_HEADER_BYTES = 100_000_000
 """The longest header of a safetensors file, as safetensors itself has it."""
 
@@ -133,6 +136,9 @@ def _tensor_bytes(name: str, header: Mapping[str, Any], engine: EngineConfig) ->
     """Return what one tensor of a file takes once it is loaded."""
     count: int = math.prod(header["shape"])
     of_float = DTYPE_BYTES[engine.dtype]
+    is_float = header["dtype"] not in STORED_BYTES
+    if EXPERT in name and (header["dtype"] == "F8_E4M3" or (is_float and engine.quantization == "fp8")):
+        return count
     if (stored := STORED_BYTES.get(header["dtype"])) is not None:
         return count * stored
     if engine.quantization == "none" or len(header["shape"]) < 2:

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import nn
 
 from base.errors import ConfigError
+from engine.load_progress import LoadProgress
 from engine.model_store import weight_files
 from engine.published_weights import PublishedFormat, weight_of
 from engine.quantized_experts import STACKS, ExpertWeights, QuantizedExperts, is_plain
@@ -63,6 +64,10 @@ class StoredExperts(nn.Module):
         super().__init__()
         self.shapes: tuple[torch.Size, torch.Size] = (plain.gate_up_proj.shape, plain.down_proj.shape)
         self.parts = {name: tuple(headers[name]) for name in weights}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shape.numel() for shape in self.shapes)
 
     def tensors(self, name: str, read: Read) -> dict[str, torch.Tensor]:
         return {part: read(f"{name}.{part}") for part in self.parts[name]}
@@ -128,10 +133,12 @@ def read_experts(model: nn.Module, path: Path, published: PublishedFormat, part:
     found = [(name, each) for name, each in model.named_modules() if isinstance(each, StoredExperts)]
     if not found:
         return
+    progress = LoadProgress("experts are read", sum(stored.num_bytes for _, stored in found) // part[1])
     with _open(path) as read, ThreadPoolExecutor(READERS, "experts") as pool:
         made = pool.map(partial(_read, read, published, part), (stored for _, stored in found))
-        for (name, _), experts in zip(found, made, strict=True):
+        for (name, stored), experts in zip(found, made, strict=True):
             model.set_submodule(name, experts)
+            progress.add(stored.num_bytes // part[1])
 
 
 @contextmanager

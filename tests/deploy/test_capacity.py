@@ -174,6 +174,15 @@ def test_weights_that_are_quantised_at_load_are_counted_by_their_levels(tmp_path
     assert weights_bytes(tmp_path, EngineConfig(quantization=quantization)) == expected
 
 
+def test_experts_of_8_bit_floats_are_counted_as_they_are(tmp_path):
+    names = {"layers.0.mlp.experts.0.up_proj.weight": ("F8_E4M3", 10, 20)}
+    write_weights(tmp_path, **names, **{"layers.0.mlp.experts.0.up_proj.weight_scale": ("F32", 10)})
+    assert weights_bytes(tmp_path, EngineConfig()) == 200 + 10 * 4
+    write_weights(tmp_path, **{"layers.0.mlp.experts.gate_up_proj": ("BF16", 4, 10, 20)})
+    assert weights_bytes(tmp_path, EngineConfig(quantization="fp8")) == 800
+    assert weights_bytes(tmp_path, EngineConfig()) == 800 * 4
+
+
 def test_published_levels_are_counted_as_a_cpu_keeps_them(tmp_path):
     write_weights(
         tmp_path, packed=("I32", 10, 20), levels=("I8", 10), scale=("BF16", 3), floats=("F8_E4M3", 5)

@@ -78,24 +78,24 @@ def test_levels_are_near_to_the_floats_and_routers_stay_floats() -> None:
     assert torch.equal(after.gate.weight, before.gate.weight)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
 def test_kernels_give_the_logits_of_the_floats_and_count_what_is_chosen(family: str) -> None:
     model, reference = quantised(family)
     cache = make_cache(model)
     counts = expert_counts(model)
     gpu_model = GpuModel(model, cache, False, counts=counts)
     gpu_model.take_steps(128)
-    prompts = [[(7 * index + size) % 211 for index in range(size)] for size in (40, 33)]
+    prompts = [[(7 * index + size) % 211 for index in range(size)] for size in (20, 17)]
     first, second = (make_sequence(str(index), prompt) for index, prompt in enumerate(prompts))
     with unrounded_rows(model), unrounded_rows(reference):
-        run(gpu_model, [entry(first, 0, 39, 0), entry(second, 0, 11, 8)], StepShape(96, 0, 3, 8))
-        logits = run(gpu_model, [entry(first, 39, 1, 0), entry(second, 11, 22, 8)], StepShape(32, 4, 2, 8))
+        run(gpu_model, [entry(first, 0, 19, 0), entry(second, 0, 5, 8)], StepShape(32, 0, 3, 8))
+        logits = run(gpu_model, [entry(first, 19, 1, 0), entry(second, 5, 12, 8)], StepShape(16, 4, 2, 8))
         for row, prompt in ((0, prompts[0]), (4, prompts[1])):
             expected = expected_logits(reference, prompt)
             torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-4)
     # The last layer computes what is sampled alone, and does not count.
     chosen = counts.copied().sum(1).tolist()
-    assert chosen == ([73 * 2, 0] if family == "qwen3_moe" else [0])
+    assert chosen == ([37 * 2, 0] if family == "qwen3_moe" else [0])
 
 
 def test_levels_and_scales_keep_their_dtypes_wherever_they_go() -> None:
