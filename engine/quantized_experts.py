@@ -141,7 +141,10 @@ def quantize_experts(model: nn.Module, device: torch.device | None = None) -> No
 
     Raises ConfigError as `require_served_as`."""
     require_served_as(model, WeightFormat.FP8)
-    for parent, name, module in experts_in(model):
+    found = experts_in(model)
+    while found:
+        # Let go of, layer by layer: the floats of all and their levels may be more than a GPU has room for.
+        parent, name, module = found.pop()
         gate_up, down = (_nearest(getattr(module, stack).detach(), device) for stack in STACKS)
         setattr(parent, name, QuantizedExperts(gate_up, down))
 

@@ -1,6 +1,7 @@
 """Experts of 8-bit floats say what their weights say, on each way through a model, cut, moved and kept."""
 
 import copy
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from base.config import EngineConfig
-from engine import quantization, tensor_parallel
+from engine import quantization, quantized_experts, tensor_parallel
 from engine.calibration import quantize_for_text
 from engine.device_weights import _Visit, move_to
 from engine.expert_load import expert_counts
@@ -96,6 +97,21 @@ def test_kernels_give_the_logits_of_the_floats_and_count_what_is_chosen(family: 
     # The last layer computes what is sampled alone, and does not count.
     chosen = counts.copied().sum(1).tolist()
     assert chosen == ([37 * 2, 0] if family == "qwen3_moe" else [0])
+
+
+def test_floats_are_let_go_of_layer_by_layer(monkeypatch) -> None:
+    model = make_family("qwen3_moe")
+    floats = [weakref.ref(module.down_proj) for _, _, module in experts_in(model)]
+    alive = []
+    real = quantized_experts.QuantizedExperts
+
+    def counted(*weights: ExpertWeights) -> QuantizedExperts:
+        alive.append(sum(each() is not None for each in floats))
+        return real(*weights)
+
+    monkeypatch.setattr(quantized_experts, "QuantizedExperts", counted)
+    quantized_experts.quantize_experts(model)
+    assert alive == [2, 1]
 
 
 def test_levels_and_scales_keep_their_dtypes_wherever_they_go() -> None:
