@@ -4,9 +4,10 @@ transformers' experts call an implementation by a name in their configuration. O
 pairs of a token and an expert, which a compiled layer does not know. The kernels for one token
 (`kernels/one_token_experts.py`) and for few pairs, which one launch puts in order
 (`kernels/grouped_experts.py`), read the weights of the experts that are hit and nothing else; many pairs go
-through torch's grouped product, whose tiles suit them. That reads bfloat16 alone: many pairs of other floats,
-and of experts of 8-bit floats (`quantized_experts.py`), go through the kernels too. Writing all levels of a
-layer out would take room for twice as many bytes as they have.
+through torch's grouped product, whose tiles suit them. It reads bfloat16; and 8-bit floats with one scale an
+output (`quantized_experts.py`), by rows that are rounded to 8-bit floats too, as `QuantizedProduct` does.
+Many pairs of other floats, and of levels with groups, go through the kernels: writing all levels of a layer
+out would take room for twice as many bytes as they have.
 
 Experts that are not plain (biases, another activation or gate) keep the implementation of transformers.
 """
@@ -24,12 +25,17 @@ from engine.kernels.expert_scales import ExpertScales
 from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
 from engine.kernels.many_pairs import Tally, added_up, gated, ordered_pairs
 from engine.kernels.one_token_experts import one_token_experts
+from engine.kernels.round_rows import round_rows
 from engine.opaque import opaque
 from engine.quantized_experts import QuantizedExperts, is_plain, is_stack
 from engine.tensor_parallel import ExpertShare
 
 EXPERTS_NAME = "conductor_experts"
 """Name of our experts in a model's configuration."""
+
+
+HOPPER = 9
+"""Major number of the GPUs whose grouped product of 8-bit floats torch has."""
 
 
 def use_experts(model: PreTrainedModel) -> bool:
@@ -111,9 +117,21 @@ def experts(
     tally = Tally(choices, slots) if len(choices) else None
     if len(hidden) == 1:
         return one_token_experts(hidden, gate_up, down, chosen, shares, tally, scales)
-    if chosen.numel() <= MAX_PAIRS or hidden.dtype != torch.bfloat16 or scales is not None:
+    if chosen.numel() <= MAX_PAIRS or hidden.dtype != torch.bfloat16 or not can_be_many(gate_up, scales):
         return grouped_experts(hidden, gate_up, down, chosen, shares, tally=tally, scales=scales)
-    return _many(hidden, gate_up, down, chosen, shares, tally)
+    return _many(hidden, gate_up, down, chosen, shares, tally, scales)
+
+
+def can_be_many(gate_up: torch.Tensor, scales: ExpertScales | None) -> bool:
+    """Return whether torch's grouped product takes experts: floats, or on Hopper levels without groups."""
+    if scales is None:
+        return True
+    has_groups = max(each.shape[-1] for each in scales[:2]) > 1
+    # its rows are 16 bytes at a time, of the inner width too
+    is_odd = gate_up.shape[1] % 32 or gate_up.shape[2] % 16
+    if has_groups or is_odd or not gate_up.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(gate_up.device)[0] == HOPPER
 
 
 def _many(
@@ -123,10 +141,26 @@ def _many(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     tally: Tally | None,
+    scales: ExpertScales | None,
 ) -> torch.Tensor:
     """Compute many pairs by torch's grouped product."""
     chosen, weights = chosen.contiguous(), weights.contiguous()
     tokens, places, ends = ordered_pairs(chosen, len(gate_up), tally)
-    inner = gated(grouped_mm(hidden[tokens], gate_up.transpose(1, 2), offs=ends))
-    made = grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    if scales is None:
+        inner = gated(grouped_mm(hidden[tokens], gate_up.transpose(1, 2), offs=ends))
+        made = grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    else:
+        levels, steps = round_rows(hidden)
+        inner = gated(_scaled(levels[tokens], steps[tokens], gate_up, scales.gate_up, ends))
+        made = _scaled(*round_rows(inner), down, scales.down, ends)
     return added_up(made, places, chosen, weights, len(gate_up))
+
+
+def _scaled(
+    levels: torch.Tensor, steps: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return the product of rows of levels with their experts' levels, [num_pairs, out_features] bfloat16."""
+    return torch._scaled_grouped_mm(
+        levels, weight.transpose(1, 2), steps[:, 0], scales[:, :, 0], offs=ends,
+        out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip

@@ -14,7 +14,10 @@ from engine import quantization, quantized_experts, tensor_parallel
 from engine.calibration import quantize_for_text
 from engine.device_weights import _Visit, move_to
 from engine.expert_load import expert_counts
+from engine.gpu_experts import experts
 from engine.gpu_model import GpuModel
+from engine.kernels.expert_scales import ExpertScales
+from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
 from engine.model import PagedModel
 from engine.quantization import load_weights
 from engine.quantized_experts import ExpertWeights, QuantizedExperts, experts_in
@@ -183,3 +186,27 @@ def test_experts_are_kept_and_read_with_the_rounded_weights(tmp_path: Path, monk
             assert torch.equal(weights.module(TOKENS).logits, wanted)
     error = second.stated(PagedModel(second.module)).error
     assert error == expected.stated(PagedModel(expected.module)).error > 0
+
+
+@pytest.mark.gpu
+def test_many_pairs_of_levels_are_the_products_of_rounded_rows() -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    module = QuantizedExperts(*(_weights(shape, device) for shape in ((8, 512, 256), (8, 256, 256))))
+    hidden = torch.randn(600, 256, device=device, dtype=torch.bfloat16)
+    chosen = torch.stack([torch.randperm(8, device=device)[:2] for _ in range(600)])
+    chosen = torch.cat([chosen] * 4, 1)
+    shares = torch.rand(chosen.shape, device=device).bfloat16()
+    scales = ExpertScales(module.gate_up_proj.scales, module.down_proj.scales, 0)
+    levels = module.gate_up_proj.levels, module.down_proj.levels
+    assert chosen.numel() > MAX_PAIRS
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    found = experts(hidden, [*levels, *scales[:2]], 0, chosen, shares, nothing, nothing.int())
+    expected = grouped_experts(hidden, *levels, chosen, shares, scales=scales)
+    assert ((found - expected).float().norm() / expected.float().norm()).item() < 0.06
+
+
+def _weights(shape: tuple[int, int, int], device: torch.device) -> ExpertWeights:
+    weight = 0.05 * torch.randn(shape, device=device)
+    scales = weight.abs().amax(-1, keepdim=True) / 448
+    return ExpertWeights((weight / scales).to(torch.float8_e4m3fn), scales, shape[2])
