@@ -75,6 +75,7 @@ def _bound_s(headers: Mapping[str, str], name: str, default_s: float) -> float:
         bound_ms = float(text)
     except ValueError:
         bound_ms = math.nan
-    if not 0 < bound_ms < math.inf:
+    bound_s = bound_ms / 1e3
+    if not 0 < bound_s < math.inf:
         raise InvalidRequestError(f"{name}: a number of milliseconds above 0 is wanted", name)
-    return bound_ms / 1e3
+    return bound_s

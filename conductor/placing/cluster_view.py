@@ -98,8 +98,7 @@ class ClusterView:
         """Admit a node; one of the same name and another epoch is replaced.
 
         Raises:
-            StaleError: its KV does not fit the other nodes'; the message says how, and what
-                to change. Nothing is changed.
+            StaleError: its KV does not fit the other nodes'; the message says how. Nothing is changed.
         """
         self.require_compatible(info)
         if info.node_id in self._nodes:
@@ -485,7 +484,8 @@ class ClusterView:
         """Let `lent_mask` say whether `node` is a prefill node that decodes."""
         bit = 1 << node.slot
         lends = node.decode_sequences and self.prefill_mask & ~self.decode_mask & bit
-        self.lent_mask = self.lent_mask | bit if lends else self.lent_mask & ~bit
+        if self._slots[node.slot] is node:  # requests of a dead one end when another has its slot
+            self.lent_mask = self.lent_mask | bit if lends else self.lent_mask & ~bit
 
     def _refresh_roles(self, node: NodeState, now_s: float) -> None:
         """Let the masks and orders hold `node` where it may be chosen, and nowhere else."""

@@ -55,7 +55,7 @@ def inline_placement(
         if beside is None or _ttft_s(node, beside, view) >= least_s:
             continue
         found = _inline(request, other, node, depth, beside, view, cost)
-        load = min(MOST_LOAD, decode_load(node, cost))
+        load = min(MOST_LOAD, decode_load(node, cost, view.corrections.ratio(node.info.node_id, "decode")))
         taken_s = found.prefill_s * found.prompt_share * dear * load / (1.0 - load)
         cost_s = found.predicted_ttft_s + copied_s(request, found, groups, view) + taken_s
         if cost_s < least_s:

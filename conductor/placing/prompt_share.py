@@ -47,10 +47,14 @@ def _share(node: NodeState, step_s: float) -> float:
     return share_beside(step_s, target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s)
 
 
-def decode_load(node: NodeState, cost: CostModel) -> float:
-    """Return what a node decodes, as a share of what the bounds of that and its blocks allow."""
-    idle_s = cost.profile.decode_fixed_s
-    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
+def decode_load(node: NodeState, cost: CostModel, ratio: float) -> float:
+    """Return what a node decodes, as a share of what the bounds of that and its blocks allow.
+
+    Args:
+        ratio: How much longer the node's steps take than predicted.
+    """
+    idle_s = cost.profile.decode_fixed_s * ratio
+    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens) * ratio
     bound_s = KEPT_MEAN * node.tightest_tbt_s
     if bound_s == inf or bound_s <= idle_s:
         bound_s = target_gap_s(idle_s)

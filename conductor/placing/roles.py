@@ -11,9 +11,10 @@ else: no drain, no reload; what the node has goes on, and its blocks are found w
 
 What a node computes does not wait: one prompt of 60,000 tokens is no queue, however long it takes.
 
-The more loaded pool bounds goodput. So a node drifts to it where the more loaded of both would be less loaded
-afterwards, by GAIN at least: where load is balanced nothing changes, and nothing goes to and fro. What is
-compared are demands, which a change leaves as they are, and so the next one needs no pause.
+The more loaded pool bounds goodput. So a node drifts to it where, at the best split, the more loaded of both
+would be less loaded by GAIN at least: where load is balanced nothing changes, and nothing goes to and fro. It
+is the best split that is compared, not the next one, so that many nodes follow as few do. A change leaves
+demands nearly as they are, and so the next one needs no pause.
 
 `RoleController.step` only decides; its caller changes the view (and, live, the node).
 """
@@ -51,11 +52,14 @@ others, they are late, and that begins before the mean of all nodes comes near t
 BUSY = 1.0
 """Load of one pool at least: below it a change gains nothing that a request could see."""
 
-GAIN = 0.1
-"""Share by which the more loaded pool must be less loaded after a change."""
+GAIN = 0.3
+"""Share by which the more loaded pool must be less loaded at the best split.
+
+Both demands are more where a pool queues: with less, each of two splits can look worse than the other.
+"""
 
 MOST_LOAD = 4.0
-"""Load of a node whose bounds leave it no time."""
+"""Load of a node whose bounds leave it no time; a node for each of its sequences is the most that helps."""
 
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
@@ -95,6 +99,7 @@ class RoleController:
     def forget(self) -> None:
         """Let go of what was seen: another conductor decides."""
         self._stepped_at_s = self._wanted = None
+        self._demands = dict.fromkeys(self._demands, 0.0)
 
     def _smooth(self, view: ClusterView, now_s: float, waiting_s: float) -> None:
         before_s, self._stepped_at_s = self._stepped_at_s, now_s
@@ -122,12 +127,12 @@ class RoleController:
         now = max(prefill / sizes[Role.PREFILL], decode / sizes[Role.DECODE])
         best, wanted = (1.0 - GAIN) * now, None
         for role, other in OTHER.items():
-            if now < BUSY or sizes[other] < 2 or not _givers(view, role):
-                continue
-            after = {role: sizes[role] + 1, other: sizes[other] - 1}
-            load = max(prefill / after[Role.PREFILL], decode / after[Role.DECODE])
-            if load < best:
-                best, wanted = load, role
+            most = min(_givers(view, role).bit_count(), sizes[other] - 1) if now >= BUSY else 0
+            for count in range(1, most + 1):
+                after = {role: sizes[role] + count, other: sizes[other] - count}
+                load = max(prefill / after[Role.PREFILL], decode / after[Role.DECODE])
+                if load < best:
+                    best, wanted = load, role
         return wanted
 
 
@@ -139,8 +144,12 @@ def _waiting_s(node: NodeState) -> float:
 
 def decode_demand(view: ClusterView, cost: CostModel) -> float:
     """Return how many nodes there is decoding for: each node's share of what its bounds and blocks allow."""
-    decoding = [node for node in view.nodes() if node.decode_sequences]
-    return sum(min(MOST_LOAD, decode_load(node, cost)) for node in decoding)
+    ratio = view.corrections.ratio
+    return sum(
+        min(MOST_LOAD, node.decode_sequences, decode_load(node, cost, ratio(node.info.node_id, "decode")))
+        for node in view.nodes()
+        if node.decode_sequences
+    )
 
 
 def _givers(view: ClusterView, wanted: Role) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from base.request import NodeId, RequestId, Slo
+from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.placement import Rejection
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -10,6 +10,7 @@ from tests.conductor.builders import (
     BLOCK_SIZE,
     make_cost,
     make_heartbeat,
+    make_info,
     make_request,
     make_view,
     require_placement,
@@ -171,3 +172,16 @@ def test_a_decode_node_that_computes_a_prompt_is_chosen_after_others():
     assert view.decode_order.value(node.slot) == 1.5 * step_s
     view.prefill_done(RequestId("a"), 1.0)
     assert view.decode_order.value(node.slot) == step_s
+
+
+def test_a_dead_nodes_requests_say_nothing_of_who_has_its_slot():
+    view = full_decode(make_view(1, 1))
+    requests = [make_request(f"r{number}", first_block=100 * number) for number in range(2)]
+    for request in requests:
+        placed(view, request)
+        view.prefill_done(request.request_id, 0.0)
+    view.remove_node(NodeId("p0"))
+    assert view.lent_mask == 0
+    assert view.add_node(make_info("p9", Role.PREFILL), 1.0).slot == 0
+    view.finished(requests[0].request_id, 2.0)
+    assert view.lent_mask == 0

@@ -163,3 +163,39 @@ def test_a_prompt_that_is_computed_is_no_queue(num_prompts, changed):
         view.placed(request, require_placement(place(request, view, COST, 0.0, UNREFUSED)), 0.0)
     view.prefill_demand.restore(0.0, 0.0)  # only the queue is looked at
     assert bool(changes(RoleController(COST), view, 6)) is changed
+
+
+def test_a_cluster_of_many_nodes_drifts_as_far_as_one_of_few():
+    view = make_view(2, 14)
+    prompts(view, count=120)
+    found = changes(RoleController(COST), view, 30)
+    assert len(found) > 3, "a single node more would hardly be felt"
+    assert {role for _, role in found} == {Role.PREFILL}
+
+
+def test_one_sequence_whose_bound_no_split_can_keep_turns_one_node_at_most():
+    view = make_view(6, 2)
+    sequences(view, 1, 1.0001 * COST.profile.decode_fixed_s / KEPT_MEAN)
+    assert decode_demand(view, COST) <= 1.0
+    assert not changes(RoleController(COST), view, 60)
+
+
+def test_slower_steps_than_predicted_are_more_demand():
+    view = make_view(2, 2)
+    sequences(view, 8, 4 * COST.decode_step_s(4, 4 * 1_200))
+    before = decode_demand(view, COST)
+    for node in view.nodes():
+        view.corrections.observe(node.info.node_id, "decode", 1.0, 3.0)
+    assert decode_demand(view, COST) > 2 * before
+
+
+def test_what_one_conductor_saw_is_no_reason_for_the_next():
+    view = make_view(2, 4)
+    controller = RoleController(COST)
+    prompts(view)
+    controller.step(view, 0.0)
+    controller.step(view, 8.0)
+    controller.forget()
+    for number in range(30):
+        view.finished(make_request(f"p0.0-{number}").request_id, 9.0)
+    assert not changes(controller, view, 100, start_s=90)
