@@ -2,7 +2,7 @@
 
 compressed-tensors reads its own formats and AutoAWQ's, and says which layer has which; transformers reads the
 configuration of fine-grained fp8. GPTQ is read here: what else reads it comes with kernels of its own. Each
-format ends as a `QuantizedWeight`, level for level: nothing is rounded again.
+format ends as a `QuantizedWeight`, level for level; what a CPU rounds again is in `integer_product.py`.
 
 What cannot be served is refused by name before a weight is read.
 """
