@@ -27,7 +27,7 @@ Terms = Callable[[float, float], list[float]]
 """(tokens, context) of a measurement to what each coefficient is multiplied with."""
 
 LEAST_S = 1e-9
-"""Of the terms that a profile must have: the fit of noise may leave nothing for one of them."""
+"""Least seconds of a term that a profile must have: the fit of noise may leave nothing for it."""
 
 ATTENTION_ROWS = (1, 128, 256, 512, 1024)
 """Candidates for `Profile.attention_rows`."""

@@ -28,13 +28,13 @@ from conductor.placing.profile import Evidence, Profile
 from conductor.replay.conformance import LiveRequest, LiveRun
 
 PREFILL_SUFFIX = ".prefill"
-"""Of a request's name on the node that only prefills it."""
+"""End of a request's name on the node that only prefills it."""
 
 FEWEST = 20
 """Steps of each kind, or a fit says more of its noise than of the nodes."""
 
 ROUNDS = 4
-"""Of a fit: weights come from the one before."""
+"""Times that steps are fitted: each takes its weights from the fit before."""
 
 SHORTEST_S = 1e-6
 

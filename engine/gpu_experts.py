@@ -33,7 +33,6 @@ from engine.tensor_parallel import ExpertShare
 EXPERTS_NAME = "conductor_experts"
 """Name of our experts in a model's configuration."""
 
-
 HOPPER = 9
 """Major number of the GPUs whose grouped product of 8-bit floats torch has."""
 
@@ -117,12 +116,12 @@ def experts(
     tally = Tally(choices, slots) if len(choices) else None
     if len(hidden) == 1:
         return one_token_experts(hidden, gate_up, down, chosen, shares, tally, scales)
-    if chosen.numel() <= MAX_PAIRS or hidden.dtype != torch.bfloat16 or not can_be_many(gate_up, scales):
+    if chosen.numel() <= MAX_PAIRS or hidden.dtype != torch.bfloat16 or not _can_be_many(gate_up, scales):
         return grouped_experts(hidden, gate_up, down, chosen, shares, tally=tally, scales=scales)
     return _many(hidden, gate_up, down, chosen, shares, tally, scales)
 
 
-def can_be_many(gate_up: torch.Tensor, scales: ExpertScales | None) -> bool:
+def _can_be_many(gate_up: torch.Tensor, scales: ExpertScales | None) -> bool:
     """Return whether torch's grouped product takes experts: floats, or on Hopper levels without groups."""
     if scales is None:
         return True

@@ -2,11 +2,11 @@
 
 A `QuantizedExperts` stands where a family's module of experts stood, from loading on, and is called as that
 was. It has the weights of all experts stacked as the family has them, levels of float8_e4m3fn, and a scale
-for each expert, output and group of inputs. What experts take in stays as it is: rows are not rounded.
+for each expert, output and group of inputs.
 
-Only the experts that tokens are sent to are written out, one after the other, in the rows' dtype. On a GPU
-kernels that read levels take the place of this (`gpu_experts.py`). Experts with biases, or with another
-activation or gate, stay floats.
+Only the experts that tokens are sent to are written out, one after the other, in the rows' dtype, and rows
+are not rounded. On a GPU other products take the place of this (`gpu_experts.py`). Experts with biases, or
+with another activation or gate, stay floats.
 """
 
 from __future__ import annotations

@@ -25,10 +25,6 @@ class Tally(NamedTuple):
     slots: torch.Tensor
     """[>= num_tokens] int32, contiguous; -1: a token that is padding and does not count."""
 
-    def of(self, rows: slice) -> Tally:
-        """Return the tally of some tokens."""
-        return Tally(self.choices, self.slots[rows])
-
 
 def ordered_pairs(
     chosen: torch.Tensor, num_experts: int, tally: Tally | None = None
