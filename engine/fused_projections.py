@@ -12,22 +12,24 @@ product would run three times: fuse only what is compiled.
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import torch
 from torch import nn
+from torch.nn.functional import ScalingType, scaled_mm
 
 from engine.kernels.nibble_product import MAX_ROWS as MAX_NIBBLE_ROWS
 from engine.kernels.nibble_product import can_take_nibbles, nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
-from engine.kernels.quantized_product import few_rows_product, written_out
-from engine.kernels.round_rows import round_rows
+from engine.kernels.quantized_product import levels_product, written_out
+from engine.kernels.round_rows import round_groups, round_rows
 from engine.kernels.shared_sums import part_counters
 from engine.kernels.streamed_product import NARROW, has_room_for_loads, is_rounded_faster, rounded_product
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
 from engine.quantized_linear import QuantizedLinear, stacked_layer
-from engine.quantized_weight import are_alike, widened
+from engine.quantized_weight import are_alike, block_scales, widened
 from engine.shared_product import SHARED_INPUTS
 
 GROUPS = SHARED_INPUTS
@@ -41,6 +43,9 @@ WIDE = 100_000
 
 MAX_UNROUNDED_ROWS = 16
 """Number of rows up to which the kernel for rows as they are is as fast as those for rows of 8-bit floats."""
+
+MAX_READ_ROWS = 64
+"""Number of rows that kernels multiply by the levels, where a device has no room for the loads of more."""
 
 
 class Product(nn.Module):
@@ -97,7 +102,8 @@ class QuantizedProduct(nn.Module):
             zeros = None if weight.zeros is None else weight.zeros.contiguous()
             parts = weight.levels.contiguous(), weight.scales.contiguous(), zeros
             self.group = weight.group
-        for name, part in zip(("levels", "scales", "zeros"), parts, strict=True):
+        blocks = block_scales(weight) if has_block_products(weight.levels.device) else None
+        for name, part in zip(("levels", "scales", "zeros", "blocks"), (*parts, blocks), strict=True):
             self.register_buffer(name, part, persistent=False)
         self.register_buffer("counters", part_counters(weight.levels.device), persistent=False)
 
@@ -108,7 +114,8 @@ class QuantizedProduct(nn.Module):
         if self.is_four_bits:
             output = four_bit_product(rows, self.levels, self.scales, self.counters, *self.sizes)
         else:
-            output = quantized_product(rows, self.levels, self.scales, self.zeros, self.group, self.counters)
+            parts = self.levels, self.scales, self.zeros, self.blocks
+            output = quantized_product(rows, *parts, self.group, self.counters)
         output = output.view(*hidden.shape[:-1], output.shape[-1])
         return output if self.bias is None else output + self.bias
 
@@ -128,7 +135,7 @@ def four_bit_product(
 ) -> torch.Tensor:
     """Return rows @ weight.T of a weight of four bits, the fields of `Nibbles`. Opaque, as `product`."""
     weight = Nibbles(levels, grid, units_per_group, in_features)
-    if rows.shape[0] <= MAX_NIBBLE_ROWS and can_take_nibbles(rows.device, rows.dtype):
+    if rows.shape[0] <= most_rows(rows.device, MAX_NIBBLE_ROWS) and can_take_nibbles(rows.device, rows.dtype):
         return nibble_product(rows, weight, counters)
     return torch.mm(rows, written_out_nibbles(weight, rows.dtype).t())
 
@@ -139,13 +146,18 @@ def quantized_product(
     levels: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
+    blocks: torch.Tensor | None,
     group: int,
     counters: torch.Tensor,
 ) -> torch.Tensor:
-    """Return rows @ weight.T of a `QuantizedWeight`. Opaque, as `product`."""
+    """Return rows @ weight.T of a `QuantizedWeight`, and its `block_scales`. Opaque, as `product`."""
     by_channels = levels.dtype == torch.float8_e4m3fn and scales.shape[1] == 1
-    if rows.shape[0] <= (MAX_UNROUNDED_ROWS if by_channels else MAX_QUANTIZED_ROWS):
-        return few_rows_product(rows, levels, scales, zeros, group, counters)
+    is_rounded = by_channels or blocks is not None
+    most = MAX_UNROUNDED_ROWS if is_rounded else most_rows(rows.device, MAX_QUANTIZED_ROWS)
+    if rows.shape[0] <= most:
+        return levels_product(rows, levels, scales, zeros, group, counters)
+    if blocks is not None:
+        return block_product(rows, levels, blocks)
     if by_channels:
         rounded, steps = round_rows(rows)
         if is_rounded_faster(rounded, levels):
@@ -154,6 +166,30 @@ def quantized_product(
             rounded, levels.t(), steps, scales.t(), out_dtype=rows.dtype, use_fast_accum=True
         )
     return torch.mm(rows, written_out(levels, scales, zeros, group, rows.dtype).t())
+
+
+def most_rows(device: torch.device, most: int) -> int:
+    """Return the number of rows up to which kernels multiply by levels, of `most` that they take."""
+    return most if has_room_for_loads(device) else MAX_READ_ROWS
+
+
+@cache
+def has_block_products(device: torch.device) -> bool:
+    """Return whether torch has a product of blocks of 8-bit floats on a device: on Hopper alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def block_product(rows: torch.Tensor, levels: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return rows, rounded to 8-bit floats in groups of 128, by a weight of blocks, [num_rows, out_features].
+
+    Args:
+        blocks: `block_scales` of the weight."""
+    rounded, steps = round_groups(rows)
+    output = scaled_mm(
+        rounded, levels.t(), steps, ScalingType.BlockWise1x128, blocks.t(), ScalingType.BlockWise128x128,
+        output_dtype=rows.dtype,
+    )  # fmt: skip
+    return output[: rows.shape[0]]
 
 
 class Slice(nn.Module):

@@ -20,6 +20,9 @@ import torch
 GROUP = 128
 """Inputs that share a scale of four bits, where they divide by it, of a weight that is rounded here."""
 
+BLOCK = 128
+"""Outputs, and inputs, of a block that has one scale."""
+
 SHRINKS = tuple(1 - 0.03 * step for step in range(16))
 """Shares of a group's range that are tried as the range of its four-bit levels: outliers are clipped."""
 
@@ -117,6 +120,17 @@ class QuantizedWeight:
             group=count if is_one else self.group,
             zeros=None if self.zeros is None else self.zeros[:, groups].contiguous(),
         )
+
+
+def block_scales(weight: QuantizedWeight) -> torch.Tensor | None:
+    """Return the scales of 128 x 128 blocks, [out_features / 128, in_features / 128]; None: it has none."""
+    num_groups = weight.scales.shape[1]
+    if weight.format is not WeightFormat.FP8 or weight.zeros is not None or weight.group != BLOCK:
+        return None
+    if weight.out_features % BLOCK or weight.in_features != num_groups * BLOCK:
+        return None
+    outputs = weight.scales.view(-1, BLOCK, num_groups)
+    return outputs[:, 0].contiguous() if torch.equal(outputs.amin(1), outputs.amax(1)) else None
 
 
 def widened(weight: QuantizedWeight) -> QuantizedWeight:

@@ -3,14 +3,21 @@
 A product of a few rows is a reading of the weight. Four bits become a number of 16 bits by one permutation
 of bytes: 128, or 1,024 of a float16, and a number below 16 are a number whose last digits that one is. What
 was added, and the zero point, is taken off again, and tensor cores multiply. A narrow weight has its inputs
-shared out among programs (`shared_sums.py`). For many rows the weight is written out once, and cuBLAS
-multiplies.
+shared out among programs (`shared_sums.py`). Past `SUMMED` rows the weight is multiplied by its scales, as
+where it is written out; for more than `MAX_ROWS` it is, once, and cuBLAS multiplies.
 
 One H200, torch 2.11, triton 3.6, us at 8, 16 and 64 rows; bfloat16 by cuBLAS / this kernel:
 
     28,672 x 4,096   62/21  61/33  66/50
     4,096 x 14,336   36/12  34/20  39/30
     4,096 x 4,096    14/7   14/9   13/12
+
+One H100, at 128 and 256 rows; the same / written out and multiplied:
+
+    28,672 x 4,096   91/66/205  105/129/220
+    4,096 x 14,336   54/40/112  60/68/116
+    6,144 x 4,096    22/27/45   24/43/50
+    4,096 x 4,096    15/19/28   19/35/34
 
 One row takes as long as eight: multiplying it where the levels are unpacked, without tensor cores, took 32,
 19 and 7 us.
@@ -25,11 +32,14 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
-from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts
+from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts, shared_parts
 from engine.nibbles import Nibbles
 
-MAX_ROWS = 64
-"""Number of rows that the kernels take."""
+MAX_ROWS = 256
+"""Number of rows that the kernels take, and up to which they are faster than to write the weight out."""
+
+SUMMED = 64
+"""Number of rows up to which sums are multiplied by the scales, and not the weight."""
 
 NARROW = 8192
 """Outputs up to which too few programs would be busy, each with all inputs."""
@@ -70,6 +80,10 @@ def nibble_tiles(num_rows: int, out_features: int) -> Tiles:
     is_narrow = out_features <= NARROW
     if num_rows <= 8:
         return Tiles(32, 8, 1, 4) if is_narrow else Tiles(64, 2, 2, 4)
+    if num_rows > SUMMED:
+        height = 128 if num_rows <= 128 else 256
+        num_tiles = triton.cdiv(out_features, 128) * triton.cdiv(num_rows, height)
+        return Tiles(128, shared_parts(num_tiles, 4, 132), 8, 3, height)
     if is_narrow:
         return Tiles(64, 8 if num_rows <= 16 else 4, 4, 3)
     return Tiles(128, 2 if num_rows <= 16 else 1, 4, 3)
@@ -98,10 +112,11 @@ def nibble_product(
     num_tiles = triton.cdiv(out_features, tiles.columns)
     sizes = num_rows, out_features, in_features, num_units, weight.units_per_group
     parts = min(tiles.parts, num_units) if num_tiles <= PART_TILES else 1
-    _few_rows[(num_tiles, parts)](
+    height = tiles.rows or max(8, triton.next_power_of_2(num_rows))
+    _row_tile[(num_tiles, parts, triton.cdiv(num_rows, height))](
         rows, weight.levels, weight.grid, output, room_for_parts(output, parts), counters, *sizes,
-        HALF=half, ROWS=max(8, triton.next_power_of_2(num_rows)), COLUMNS=tiles.columns, PARTS=parts,
-        EVEN=in_features % (2 * half) == 0, num_warps=tiles.warps, num_stages=tiles.stages,
+        HALF=half, ROWS=height, COLUMNS=tiles.columns, PARTS=parts, EVEN=in_features % (2 * half) == 0,
+        SUMS=num_rows <= SUMMED, num_warps=tiles.warps, num_stages=tiles.stages,
         **overlapping(rows.device),
     )  # fmt: skip
     return output
@@ -153,7 +168,7 @@ def _halves(levels, zeros, dtype: tl.constexpr):
 
 
 @triton.jit
-def _few_rows(
+def _row_tile(
     rows,  # [num_rows, in_features]
     levels,  # [num_units, out_features, HALF]
     grid,  # [num_groups, out_features]
@@ -170,9 +185,10 @@ def _few_rows(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,  # all units are whole
+    SUMS: tl.constexpr,  # sums are multiplied by scales
     OVERLAPS: tl.constexpr,
 ):
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Past the last output the last is read again, which takes no mask in the loop.
     near = tl.minimum(column, out_features - 1)
@@ -197,14 +213,20 @@ def _few_rows(
             x_low = tl.load(row_source + at, mask=is_row & (inside > 0), other=0.0)
             x_high = tl.load(row_source + at + HALF, mask=is_row & (inside > HALF), other=0.0)
         low, high = _halves(level, zero, rows.dtype.element_ty)
-        sums = tl.dot(low, x_low, input_precision="ieee")
-        sums = tl.dot(high, x_high, sums, input_precision="ieee")
-        total += sums * scale[:, None]
+        if SUMS:
+            sums = tl.dot(low, x_low, input_precision="ieee")
+            sums = tl.dot(high, x_high, sums, input_precision="ieee")
+            total += sums * scale[:, None]
+        else:
+            scale = scale.to(rows.dtype.element_ty)[:, None]
+            total = tl.dot(low * scale, x_low, total, input_precision="ieee")
+            total = tl.dot(high * scale, x_high, total, input_precision="ieee")
     _launch_next(OVERLAPS)
     target = row[None, :] * out_features.to(tl.int64) + column[:, None]
     mask = is_row & (column < out_features)[:, None]
     size = num_rows * out_features.to(tl.int64)
-    _store_shared(total, target, mask, output, partial, counters + tl.program_id(0), size, PARTS)
+    counter = counters + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+    _store_shared(total, target, mask, output, partial, counter, size, PARTS)
 
 
 @triton.jit

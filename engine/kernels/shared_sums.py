@@ -26,6 +26,20 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     """Loads under way."""
+    rows: int = 0
+    """Rows of a program; 0: all of them."""
+
+
+def shared_parts(num_tiles: int, most: int, programs: int) -> int:
+    """Return among how many programs a tile's inputs are shared out: a power of two, `most` of them at most.
+
+    Args:
+        num_tiles: Tiles of the product.
+        programs: Programs of all tiles together, at most."""
+    parts = 1
+    while parts < most and 2 * parts * num_tiles <= programs:
+        parts *= 2
+    return parts
 
 
 def part_counters(device: torch.device) -> torch.Tensor:

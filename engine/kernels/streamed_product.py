@@ -26,7 +26,7 @@ import triton.language as tl
 
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.shared_memory import shared_memory_bytes
-from engine.kernels.shared_sums import Tiles, _store_shared, room_for_parts
+from engine.kernels.shared_sums import Tiles, _store_shared, room_for_parts, shared_parts
 
 NARROW = 8192
 """Number of outputs of a narrow weight, at most."""
@@ -91,11 +91,7 @@ def float_product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tens
 
 def stream_tiles(out_features: int, columns: int, stages: int) -> Tiles:
     """Return tiles of so many columns, with as many parts as make `PROGRAMS` programs at most."""
-    num_tiles = triton.cdiv(out_features, columns)
-    parts = 1
-    while parts < MAX_PARTS and 2 * parts * num_tiles <= PROGRAMS:
-        parts *= 2
-    return Tiles(columns, parts, 4, stages)
+    return Tiles(columns, shared_parts(triton.cdiv(out_features, columns), MAX_PARTS, PROGRAMS), 4, stages)
 
 
 def _stream(

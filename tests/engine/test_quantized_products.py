@@ -7,6 +7,7 @@ import torch
 
 from engine.compiled import compile_layers
 from engine.fused_projections import QuantizedProduct, Slice, fuse_projections, use_products
+from engine.kernels.nibble_product import MAX_ROWS
 from engine.quantized_linear import quantize_linears
 from engine.quantized_weight import WeightFormat
 from tests.engine.kernels.paged import DEVICE
@@ -53,6 +54,7 @@ def test_many_rows_are_multiplied_by_the_weight_written_out() -> None:
     quantize_linears(model, WeightFormat.INT4, None)
     fused = copy.deepcopy(model)
     use_products(fused)
-    token_ids = (torch.arange(70, device=DEVICE) % 60)[None]
+    token_ids = (torch.arange(2 * MAX_ROWS, device=DEVICE) % 60).view(8, -1)
+    assert token_ids.numel() > MAX_ROWS
     with torch.no_grad():
         torch.testing.assert_close(fused(token_ids).logits, model(token_ids).logits, rtol=1e-3, atol=1e-3)

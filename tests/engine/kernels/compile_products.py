@@ -78,6 +78,12 @@ def main() -> None:
                 quantized_product._few_rows, weight | SHARED | SIZES,
                 ROWS=16, COLUMNS=64, PARTS=parts, STEP=group or 128, GROUP=group, HAS_ZEROS=has_zeros,
             )  # fmt: skip
+            for sums, rows in ((1, 64), (0, 256)):
+                compile_kernel(
+                    quantized_product._row_tile, weight | SHARED | SIZES,
+                    ROWS=rows, COLUMNS=64, PARTS=parts, STEP=group or 128, GROUP=group, HAS_ZEROS=has_zeros,
+                    EVEN=1, BITS=1, SUMS=sums,
+                )  # fmt: skip
         sizes = dict.fromkeys(("num_rows", "out_features", "in_features"), "i32")
         for dtype, is_scaled in (("*fp8e4nv", 1), ("*bf16", 0)):
             sides = {"rows": dtype, "row_scales": "*fp32", "weight": dtype, "scales": "*fp32"}
@@ -87,10 +93,11 @@ def main() -> None:
             )  # fmt: skip
         nibbles = {"rows": "*bf16", "levels": "*u8", "grid": "*i32"} | SHARED
         nibbles |= sizes
-        compile_kernel(
-            nibble_product._few_rows, nibbles | {"num_units": "i32", "units_per_group": "i32"},
-            HALF=64, ROWS=8, COLUMNS=64, PARTS=parts, EVEN=1,
-        )  # fmt: skip
+        for sums, rows in ((1, 8), (0, 128)):
+            compile_kernel(
+                nibble_product._row_tile, nibbles | {"num_units": "i32", "units_per_group": "i32"},
+                HALF=64, ROWS=rows, COLUMNS=64, PARTS=parts, EVEN=1, SUMS=sums,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.kernels.nibble_product import MAX_ROWS, nibble_product, written_out_nibbles
+from engine.kernels.nibble_product import MAX_ROWS, SUMMED, nibble_product, written_out_nibbles
 from engine.kernels.shared_sums import Tiles, part_counters
 from engine.nibbles import in_nibbles
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
@@ -31,12 +31,13 @@ def made(out_features: int, in_features: int) -> QuantizedWeight:
         (3, 70, 320),
         (5, 33, 4096),
         (9, 40, 128),
+        (SUMMED + 1, 33, 320),
         (MAX_ROWS, 33, 96),
         (0, 8, 64),
         (3, 16, 30),
     ],
 )
-def test_a_product_of_a_few_rows_is_that_of_the_weight_written_out(
+def test_a_product_is_that_of_the_weight_written_out(
     num_rows: int, out_features: int, in_features: int
 ) -> None:
     weight = made(out_features, in_features)
