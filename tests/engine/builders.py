@@ -16,6 +16,7 @@ from engine.loop import EngineLoop
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.runner import Runner
+from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
 from engine.self_check import require_faithful
 from engine.sequence import Sequence
@@ -37,9 +38,12 @@ def make_loop(
     block_size: int = 16,
     chunk_tokens: int = 48,
     max_batch: int = 16,
+    kv_dtype: str = "auto",
 ) -> EngineLoop:
     shape = model.shape
     layout = replace(shape, block_size=block_size)
+    if kv_dtype == "fp8":
+        layout = scaled_layout(layout)
     cache = PagedCache(layout, num_blocks, model.device)
     pool = BlockPool(num_blocks)
     scheduler = Scheduler(pool, block_size, chunk_tokens, max_batch, model.max_model_len)

@@ -25,6 +25,7 @@ from engine.paged_cache import PagedCache
 from engine.pipeline import Stage
 from engine.pipeline_runner import PipelineRunner
 from engine.rank_group import GroupShape
+from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
 from tests.engine.test_families import SMALL
@@ -94,6 +95,7 @@ class Stages:
         num_blocks: int = 64,
         make_runner=lambda runner, ranks: runner,
         on_gpu: bool = False,
+        kv_dtype: str = "auto",
     ):
         """Build it, with the GPU's way through the model (in Triton's interpreter) if `on_gpu`."""
         self.ranks = ThreadRanks(split)
@@ -112,6 +114,8 @@ class Stages:
             layout = replace(shape, block_size=16)
             # One after the other: what a stage sends waits in its queue.
             require_faithful(paged, layout, expected)
+            if kv_dtype == "fp8":
+                layout = scaled_layout(layout)
             cache = PagedCache(layout, num_blocks, paged.device)
             self.caches.append(cache)
             ranks = self.ranks if index == len(split) - 1 else None

@@ -1,6 +1,7 @@
 """Stages that have some of the layers each say what one process says, token for token."""
 
 import asyncio
+import copy
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from engine.runner import StepRunner
 from tests.engine.builders import ROOT, make_loop, make_sequence, run_sequences
 from tests.engine.stages import Stages, deep_llama
 from tests.engine.test_gpu_model import make_family
+from tests.kinds_of_kv import KINDS
 
 SMALL = EngineConfig(device="cpu", block_size=16, kv_cache_gib=0.001, max_batch=6, threads=1)
 
@@ -69,6 +71,16 @@ def alone(family):
 async def test_stages_generate_the_tokens_of_one_process(family, alone, split, chunk_tokens, num_blocks):
     """In 12 blocks some sequences wait for others, or lose theirs and are computed again."""
     with Stages(family, split, chunk_tokens, num_blocks).running() as loop:
+        assert said(await run_sequences(loop, make_sequences())) == alone
+
+
+@pytest.mark.parametrize("kind", list(KINDS)[1:])
+async def test_stages_keep_any_kind_of_kv(kind):
+    family, kv_dtype = KINDS[kind]
+    model = make_family(family, num_hidden_layers=3)
+    single = make_loop(PagedModel(copy.deepcopy(model)), kv_dtype=kv_dtype)
+    alone = said(await run_sequences(single, make_sequences()))
+    with Stages(model, (2, 1), 17, 12, kv_dtype=kv_dtype).running() as loop:
         assert said(await run_sequences(loop, make_sequences())) == alone
 
 

@@ -1,6 +1,7 @@
 """Preempted sequences whose KV moves to host memory: what comes back is what left, and nothing is lost."""
 
 import asyncio
+import copy
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from base.request import FinishReason
 from engine.build import assemble_engine
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
+from engine.scaled_kv import scaled_layout
 from engine.sequence import Sequence
 from engine.swap_space import HostBlocks, Swap
 from tests.engine.builders import make_sequence, run_sequences
 from tests.engine.fakes import continuation
 from tests.engine.test_gpu_model import make_family
 from tests.engine.test_scheduler import Bench, generated
+from tests.kinds_of_kv import KINDS
 
 
 def two_that_do_not_fit(bench: Bench) -> tuple[Sequence, Sequence]:
@@ -173,22 +176,28 @@ def test_bytes_that_moved_out_and_in_elsewhere_are_the_same(device: str) -> None
     assert not cache.heads()[[0, 1, 2, 4]].any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
-def test_a_model_goes_on_from_what_was_in_host_memory_as_if_nothing_had_been(device: str) -> None:
-    def answers(kv_cache_gib: float, swap_gib: float) -> tuple[dict[str, list[int]], int]:
+def test_a_model_goes_on_from_what_was_in_host_memory_as_if_nothing_had_been(device: str, kind: str) -> None:
+    family, kv_dtype = KINDS[kind]
+    model = make_family(family).to(device)
+    layout = PagedModel(model).shape
+    if kv_dtype == "fp8":
+        layout = scaled_layout(layout)
+
+    def answers(num_blocks: int) -> tuple[dict[str, list[int]], int]:
+        gib = num_blocks * layout.block_bytes / GIB
         config = EngineConfig(
-            device, "float32", 16, kv_cache_gib, swap_gib=swap_gib, chunk_tokens=48, max_batch=8
+            device, "float32", 16, gib, swap_gib=gib, chunk_tokens=48, max_batch=8, kv_dtype=kv_dtype
         )
-        model = PagedModel(make_family("llama").to(device))
-        engine = assemble_engine(config, model, SystemClock())
+        engine = assemble_engine(config, PagedModel(copy.deepcopy(model)), SystemClock())
         sequences = [make_sequence(f"{i}", range(i, i + 40), 60, arrived_at_s=float(i)) for i in range(6)]
         results = asyncio.run(run_sequences(engine.loop, sequences))
         tokens = {name: [token.token_id for token in items] for name, items in results.items()}
         return tokens, engine.scheduler.num_swaps
 
-    block_gib = 16 * 2 * 2 * 16 * 4 * 2 / GIB
-    undisturbed, none = answers(100 * block_gib, 100 * block_gib)
-    disturbed, some = answers(24 * block_gib, 24 * block_gib)
+    undisturbed, none = answers(100)
+    disturbed, some = answers(24)
     assert none == 0
     assert some > 0
     assert disturbed == undisturbed

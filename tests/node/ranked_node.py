@@ -103,11 +103,12 @@ class AskedNode:
 
 
 @asynccontextmanager
-async def asked_node(folder, tensor, stages, name="node"):
+async def asked_node(folder, tensor, stages, name="node", kv_dtype="auto", **store):
+    """Run a node in the body; `store`: of its block cache, what is different."""
     clock = SystemClock()
     engine = EngineConfig(
         device="cpu", block_size=BLOCK_SIZE, kv_cache_gib=0.001, chunk_tokens=48, max_batch=4, threads=1,
-        tensor_parallel=tensor, pipeline_parallel=stages,
+        tensor_parallel=tensor, pipeline_parallel=stages, kv_dtype=kv_dtype,
     )  # fmt: skip
     config = NodeProcess(
         node_id=name,
@@ -117,7 +118,7 @@ async def asked_node(folder, tensor, stages, name="node"):
         conductor_addresses=(),
         engine=engine,
         transfer=TransferConfig(),
-        store=StoreConfig(dram_gib=0.01, save_mib_per_s=1e6),
+        store=StoreConfig(**{"dram_gib": 0.01, "save_mib_per_s": 1e6} | store),
     )
     try:
         async with (

@@ -5,6 +5,7 @@ import pytest
 from base.metrics import NodeMetrics, exposition, process_registry
 from node.metrics import observe
 from tests.engine.test_gpu_model import make_family
+from tests.kinds_of_kv import KINDS
 from tests.node.ranked_node import BLOCK_SIZE, asked_node
 
 PROMPT = [3 + (11 * index) % 200 for index in range(8 * BLOCK_SIZE)]
@@ -13,18 +14,27 @@ FOUND = len(PROMPT) - BLOCK_SIZE
 GROUPS = {"two stages": (1, 2), "two that share the heads": (2, 1), "two stages of two": (2, 2)}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    make_family("llama with all heads").save_pretrained(folder)
-    return folder
+PAIRS = [(group, kind) for kind in KINDS for group in GROUPS]
+FAST = [("two stages", "heads"), ("two that share the heads", "heads in 8 bits"), ("two stages", "latents")]
+
+
+def family_of(folder, kind):
+    """Write a model that keeps this kind of KV; return the engine's `kv_dtype`."""
+    family, kv_dtype = KINDS[kind]
+    make_family(family).save_pretrained(folder)
+    return kv_dtype
 
 
 @pytest.mark.parametrize(
-    "group", [*list(GROUPS)[:2], pytest.param("two stages of two", marks=pytest.mark.full)]
+    ("group", "kind"),
+    [pytest.param(*pair, marks=[] if pair in FAST else pytest.mark.full) for pair in PAIRS],
 )
-async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(group, model):
-    async with asked_node(model, 1, 1, "alone") as alone, asked_node(model, *GROUPS[group]) as node:
+async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(group, kind, tmp_path):
+    kv_dtype = family_of(tmp_path, kind)
+    async with (
+        asked_node(tmp_path, 1, 1, "alone", kv_dtype) as alone,
+        asked_node(tmp_path, *GROUPS[group], kv_dtype=kv_dtype) as node,
+    ):
         other = PROMPT[::-1]
         expected, _ = await alone.answer(other)
         assert await node.answer(other, await alone.lent(other)) == (expected, FOUND)
@@ -50,6 +60,34 @@ async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(
         for each in (node, alone):
             await each.forget()
             each.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_prompt_is_continued_where_another_node_left_it_and_all_of_it_is_found_on_disk(
+    kind, tmp_path
+):
+    kv_dtype, disk = family_of(tmp_path, kind), str(tmp_path / "disk")
+    half = PROMPT[: len(PROMPT) // 2 + 5]
+    async with (
+        asked_node(tmp_path, 1, 1, "one", kv_dtype) as one,
+        asked_node(tmp_path, 1, 1, "two", kv_dtype, disk_path=disk) as two,
+    ):
+        expected, _ = await one.answer(PROMPT)
+        await one.forget()
+        one.store.delete(await one.saved(PROMPT))
+        assert (await one.answer(half))[1] == 0
+        assert await two.answer(PROMPT, await one.lent(half)) == (expected, len(PROMPT) // 2)
+        await two.saved(PROMPT)
+        await one.end_loans()
+    async with (
+        asked_node(tmp_path, 1, 1, "two", kv_dtype, disk_path=disk) as two,
+        asked_node(tmp_path, 1, 1, "three", kv_dtype) as three,
+    ):
+        assert await three.answer(PROMPT, await two.lent(PROMPT)) == (expected, FOUND)
+        assert two.beside.num_loaded == 0
+        assert await two.answer(PROMPT) == (expected, FOUND)
+        assert two.beside.num_loaded == FOUND // BLOCK_SIZE
+        await two.end_loans()
 
 
 async def test_rank_0_knows_how_evenly_the_tokens_of_all_ranks_go_to_experts(tmp_path):
