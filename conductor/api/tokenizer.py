@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -29,6 +30,9 @@ import tokenizers
 from base.errors import ConfigError, InvalidRequestError
 from conductor.api.text_slices import SLICE_CHARS, slices
 
+MOST_GROWTH = 64
+"""Characters that a normalizer may make of one, and tokens that may go around a text: bounds on a request are
+those of its characters."""
 PART_CHARS = 64
 """The cost of a part that is encoded apart, however short it is, in characters of a long one."""
 SAMPLE = "Don't  stop 1234 at 3.14!?\n\n\tdef f(x):\n        return 'é' * x  # 日本語 😀😀 \r\n" * 5
@@ -51,6 +55,7 @@ class Tokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._is_byte_level = _is_byte_level(tokenizer)
+        _require_little_growth(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # A name of one character cannot be cut.
@@ -63,6 +68,8 @@ class Tokenizer:
         self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self._is_sliced = self._is_sliceable()
         self._before, self._after = self._around()
+        if len(self._before) + len(self._after) > MOST_GROWTH:
+            raise ConfigError(f"tokenizer.json: post_processor: more than {MOST_GROWTH} tokens around a text")
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -75,7 +82,7 @@ class Tokenizer:
         except ConfigError:
             raise
         except BaseException as error:  # of Rust's panics, which are no Exception, the name alone is known
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and not _is_panic(error):
                 raise
             raise ConfigError(f"{path}: the tokenizer cannot be read: {error}") from error
 
@@ -117,7 +124,13 @@ class Tokenizer:
 
     def _encoded(self, parts: Sequence[str], add_special_tokens: bool) -> Iterable[int]:
         # The batch call lets other threads run meanwhile; `encode` does not.
-        encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            # Such as a pattern that tries too often.
+            raise InvalidRequestError(f"the model's tokenizer gives this text up: {error}") from error
         return chain.from_iterable(encoding.ids for encoding in encodings)
 
     def _batches(self, text: str, cut: str) -> Iterator[list[str]]:
@@ -274,6 +287,28 @@ def _require_fits(num_tokens: int, max_model_len: int | None) -> None:
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds each of `names`, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of Rust, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def _require_little_growth(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raise ConfigError if a normalizer makes much of a little: "a" to a thousand of them."""
+    if tokenizer.normalizer is None:
+        return
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bare.normalizer = tokenizer.normalizer
+    if _growth(json.loads(bare.to_str())["normalizer"]) > MOST_GROWTH:
+        raise ConfigError(f"tokenizer.json: normalizer: it makes more than {MOST_GROWTH} characters of one")
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """Return the characters that a normalizer makes of one at most, by what it puts in."""
+    if step["type"] == "Sequence":
+        return math.prod(map(_growth, step["normalizers"]))
+    return max(1, len(step.get("content") or step.get("prepend") or ""))
 
 
 def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:

@@ -1,10 +1,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models
 
-from base.errors import ConfigError
+from base.errors import ConfigError, InvalidRequestError
 from conductor.api.tokenizer import Detokenizer, Tokenizer
 from tests.conductor.fakes import byte_level_tokenizer
 
@@ -70,6 +70,36 @@ def test_tokenizer_of_another_family_is_refused_by_name():
     library.decoder = decoders.WordPiece()
     with pytest.raises(ConfigError, match="WordPiece"):
         Tokenizer(library)
+
+
+@pytest.mark.parametrize("times", [1, 12])
+def test_tokenizer_that_makes_much_of_a_little_is_refused(times):
+    library = byte_level_tokenizer()
+    content = "aa" if times > 1 else "a" * 1000
+    library.normalizer = normalizers.Sequence([normalizers.Replace("a", content)] * times)
+    with pytest.raises(ConfigError, match="normalizer: it makes more than 64 characters of one"):
+        Tokenizer(library)
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁▁")])
+    assert Tokenizer(library).encode("a", add_special_tokens=False)
+
+
+def test_tokenizer_that_puts_much_around_a_text_is_refused():
+    library = byte_level_tokenizer()
+    around = [("<|im_end|>", library.token_to_id("<|im_end|>"))]
+    library.post_processor = processors.TemplateProcessing("<|im_end|> " * 100 + "$A", None, around)
+    with pytest.raises(ConfigError, match="post_processor: more than 64 tokens around a text"):
+        Tokenizer(library)
+
+
+def test_text_that_the_library_gives_up_is_the_callers_error():
+    library = byte_level_tokenizer()
+    steps = [
+        pre_tokenizers.Split(Regex("(q+)+$"), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
+    library.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    with pytest.raises(InvalidRequestError, match="tokenizer gives this text up"):
+        Tokenizer(library).encode("q" * 40 + "!", add_special_tokens=False)
 
 
 def test_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
