@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProcess, PoolConfig
+from base.errors import ConfigError
 from base.request import Role
+from base.tables import read_object
 from conductor.profile_file import load_profile
 
 ANY_ADDRESSES = ("0.0.0.0", "::")
@@ -30,6 +32,18 @@ class LocalModel:
     path: str
     model_id: str
     name: str
+
+
+def require_model_there(model: str) -> None:
+    """Raise ConfigError, before anything is started, for a path without a model.
+
+    What is in its folder is looked at when the model is prepared, while Ray starts."""
+    path = Path(model).expanduser()
+    is_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    if is_path and not path.exists():
+        raise ConfigError(f"model: {model}: no such folder or file")
+    if path.is_dir():
+        read_object(path / "config.json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
+from base.errors import ConfigError
 from deploy.plan import (
     HOST_ADDRESS,
     LocalModel,
     chunk_attention,
     conductor_process,
     planned_nodes,
+    require_model_there,
     sum_of,
 )
 
@@ -106,3 +108,14 @@ def test_metrics_leave_the_host_only_where_they_may_be_read_without_a_key():
     assert metrics_hosts() == {"127.0.0.1"}
     assert metrics_hosts(host="0.0.0.0", insecure=True) == {HOST_ADDRESS}
     assert metrics_hosts(open_metrics=True) == {"127.0.0.1"}
+
+
+def test_a_path_without_a_model_is_refused_before_anything_starts(tmp_path):
+    for model in (str(tmp_path / "nowhere"), "./nowhere", "nowhere.gguf", "~/no such model"):
+        with pytest.raises(ConfigError, match="no such folder or file"):
+            require_model_there(model)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        require_model_there(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    for model in (str(tmp_path), "smollm2", "owner/name"):
+        require_model_there(model)
