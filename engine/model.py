@@ -13,7 +13,8 @@ No mask function is registered: transformers then builds no mask, and one row ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -125,7 +126,7 @@ class PagedModel:
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self._stage: Stage | None = None
-        self.max_model_len: int = text_config.max_position_embeddings
+        self.max_model_len = _num_positions(text_config)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.quantization = FLOATS
@@ -192,7 +193,8 @@ class PagedModel:
 
         token_ids = torch.tensor([[0, 1]], device=self.device)
         try:
-            self._run(token_ids, token_ids, token_ids[0, 1:], look)
+            with first_run():
+                self._run(token_ids, token_ids, token_ids[0, 1:], look)
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"model family {self.family!r} cannot be served: it does not hand the batch "
@@ -245,6 +247,28 @@ def _attention(
     heads = heads_of(module)
     rows = {"key": key, "value": value} if heads is None else heads.take(key)
     return paged(layer, query, rows, rule, arguments.get("s_aux"), heads)[None], None
+
+
+@contextmanager
+def first_run() -> Iterator[None]:
+    """Raise ConfigError if the model that the body runs for the first time cannot be run.
+
+    What config.json says of its parts does not fit together."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, ArithmeticError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"config.json describes a model that cannot be run: {reason}") from error
+
+
+def _num_positions(config: Any) -> int:
+    """Return the positions that a model was made for; raises ConfigError if its configuration has none."""
+    found = getattr(config, "max_position_embeddings", None)
+    if not isinstance(found, int) or found < 1:
+        raise ConfigError(f"config.json: max_position_embeddings is {found!r}; a number of tokens is wanted")
+    return found
 
 
 def _require_backend(model: PreTrainedModel, family: str) -> None:

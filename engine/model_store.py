@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 
@@ -56,6 +57,15 @@ WEIGHTS = "model.safetensors"
 
 MANIFEST = "manifest.json"
 """File of a converted folder that says what it was made from."""
+
+CONFIG_BYTES = 4 << 20
+"""Length of a config.json at most: a thousand layers by name take a tenth. Reading it takes seconds a MiB."""
+
+MOST_LABELS = 100_000
+"""Classes of a classifier at most: each gets a name, and language models have none."""
+
+CHECKED_FIRST_BYTES = 4 << 30
+"""Weights of which a digest takes longer than to look whether they can be served."""
 
 Progress = Callable[[str], None]
 
@@ -117,12 +127,17 @@ def _converted(
 
 def _convert(gguf: Path, folder: Path, digest: str, say: Progress) -> None:
     say(f"converting {gguf.name} to safetensors (once, about 20 s)")
-    command = [sys.executable, "-m", "engine.weights", str(gguf), str(folder)]
+    _read_by_itself(str(gguf), str(folder))
+    manifest = {"source_sha256": digest, "conversion": CONVERSION}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _read_by_itself(*paths: str) -> None:
+    """Have `engine.weights` read a file or folder in a process of its own; raises ConfigError as it does."""
+    command = [sys.executable, "-m", "engine.weights", *paths]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, check=False)
     if finished.returncode:
         raise ConfigError(_last_line(finished.stderr))
-    manifest = {"source_sha256": digest, "conversion": CONVERSION}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 @contextmanager
@@ -184,6 +199,8 @@ def _folder_digest(path: Path, cache_dir: Path, say: Progress) -> str:
     memory = cache_dir / "digests" / key
     if memory.is_file():
         return memory.read_text()
+    if sum(size for _, size, _ in stats) >= CHECKED_FIRST_BYTES:
+        _read_by_itself(str(path))
     say(f"reading {path} for its digest")
     digests = hashlib.sha256()
     for file in _model_files(path):
@@ -204,20 +221,35 @@ def _model_files(path: Path) -> list[Path]:
     return found
 
 
+def config_table(path: Path) -> dict[str, Any]:
+    """Return what a folder's config.json says; raises ConfigError for none, or one that harms its reader."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{path}: config.json is missing")
+    if (size := file.stat().st_size) > CONFIG_BYTES:
+        raise ConfigError(f"{file}: it has {size} bytes, and {CONFIG_BYTES} at most are read")
+    table = read_object(file)
+    for part in (table, *(value for value in table.values() if isinstance(value, dict))):
+        labels = part.get("num_labels")
+        if isinstance(labels, int) and labels > MOST_LABELS:
+            raise ConfigError(f"{file}: num_labels is {labels}: leave it out, a language model has no labels")
+    return table
+
+
 def weight_files(path: Path) -> list[Path]:
     """Return the safetensors that a folder's weights are read from, as transformers chooses them.
 
     Raises ConfigError where config.json or the index names other files than the folder's own safetensors: a
     model's id is the digest of these, and pickle is code."""
-    config = read_object(path / "config.json")
-    if config.get("transformers_weights") is not None:
+    if config_table(path).get("transformers_weights") is not None:
         raise ConfigError(f"{path}: config.json: transformers_weights: leave it out")
     if (path / WEIGHTS).is_file():
         return [path / WEIGHTS]
     index = path / f"{WEIGHTS}.index.json"
     if not index.exists():
         return sorted(path.glob("*.safetensors"))
-    files = read_object(index).get("weight_map")
+    table = read_object(index)
+    files = table.get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ConfigError(f"{index}: weight_map is wanted, an object of each weight's file")
     for weight, name in files.items():
@@ -229,6 +261,8 @@ def weight_files(path: Path) -> list[Path]:
             )
         if not (path / name).is_file():
             raise ConfigError(f"{index}: weight_map: {name[:100]} is missing")
+    if not isinstance(table.get("metadata"), dict):
+        raise ConfigError(f"{index}: metadata is wanted, an object, which may be empty")
     return [path / name for name in sorted(set(files.values()))]
 
 
@@ -236,8 +270,7 @@ def require_model_folder(path: Path) -> None:
     """Raise ConfigError, naming what is missing, unless `path` holds a model that can be loaded."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path}: config.json is missing")
+    config_table(path)
     if not list(path.glob("*.safetensors")):
         raise ConfigError(f"{path}: no *.safetensors file; other formats can carry code and are not read")
     weight_files(path)

@@ -10,15 +10,15 @@ What cannot be served is refused by name before a weight is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from pydantic import ValidationError
-from torch import nn
 from transformers import FineGrainedFP8Config
 
 from base.errors import ConfigError
+from engine.layer_patterns import LayerNames, patterns_of
 from engine.quantized_weight import GROUP, QuantizedWeight, WeightFormat, packed
 
 Tensors = Mapping[str, torch.Tensor]
@@ -27,11 +27,17 @@ Tensors = Mapping[str, torch.Tensor]
 GROUPS = (GROUP // 4, GROUP // 2, GROUP)
 """Numbers of inputs that may share a scale, beside all of them."""
 
+LARGEST_LEVEL = 448.0
+"""The largest level of any format, of e4m3."""
+
 
 class PublishedFormat(Protocol):
     """Reads the layers of one checkpoint."""
 
     name: str
+
+    patterns: Sequence[str]
+    """Patterns of layers' names that it goes by; `require_quick` comes before the first weight."""
 
     def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         """Return the weight, [out_features, in_features], that a layer's tensors mean.
@@ -71,6 +77,8 @@ def weight_of(
     except (ValueError, LookupError, RuntimeError, TypeError, ArithmeticError, re.error) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise ConfigError(f"{layer} cannot be served as {published.name}: {reason}") from error
+    if not (weight.scales * LARGEST_LEVEL).isfinite().all():
+        raise ConfigError(f"{layer}: its scales are not all finite numbers; the checkpoint is damaged")
     if (weight.out_features, weight.in_features) != shape:
         raise ConfigError(
             f"{layer}: its levels are [{weight.out_features}, {weight.in_features}], the model's "
@@ -89,9 +97,14 @@ class CompressedTensors:
         from compressed_tensors.quantization import QuantizationConfig  # noqa: PLC0415
 
         _refuse_keys(config, ("sparsity_config", "transform_config"))
-        self._config = QuantizationConfig.model_validate(dict(config))
-        for name, scheme in self._config.config_groups.items():
-            _require_scheme(name, scheme, self._config.format)
+        parsed = QuantizationConfig.model_validate(dict(config))
+        for name, scheme in parsed.config_groups.items():
+            _require_scheme(name, scheme, parsed.format)
+        ignored, schemes = parsed.ignore or (), list(parsed.config_groups.values())
+        targets = [entry for scheme in schemes for entry in scheme.targets]
+        self.patterns: Sequence[str] = patterns_of([*ignored, *targets])
+        self._ignored = LayerNames(ignored)
+        self._schemes = [(LayerNames(scheme.targets), scheme) for scheme in schemes]
 
     def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         from compressed_tensors.compressors.pack_quantized.helpers import (  # noqa: PLC0415
@@ -109,18 +122,18 @@ class CompressedTensors:
         else:
             levels = tensors["weight"]
         block = arguments.block_structure or (1, arguments.group_size or -1)
+        if arguments.strategy == "tensor":
+            block = (-1, -1)
         _require_order(tensors.get("weight_g_idx"), shape[1], block[1])
         return levels_of(arguments.num_bits, levels, _of_blocks(scales, shape, block), block[1], zeros)
 
     def _scheme(self, layer: str) -> Any:
-        from compressed_tensors.utils.match import is_match  # noqa: PLC0415
-
-        # Any layer is a Linear here.
-        plain = nn.Linear(1, 1, device="meta")
-        for scheme in self._config.config_groups.values():
-            if is_match(layer, plain, scheme.targets, self._config.ignore or ()):
+        if layer in self._ignored:
+            raise ValueError("it has few bits, and quantization_config.ignore names it")
+        for targets, scheme in self._schemes:
+            if layer in targets:
                 return scheme
-        raise ValueError("no group of the quantization_config names it")
+        raise ValueError("no group of quantization_config.config_groups has a target that names it")
 
 
 def _require_scheme(name: str, scheme: Any, usual: str) -> None:
@@ -147,12 +160,16 @@ class FineGrainedFp8:
     """Reads transformers' fp8, which DeepSeek-V3 is published in: blocks of levels, each with a scale."""
 
     name = "fp8"
+    patterns: Sequence[str] = ()
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         known = {key: value for key, value in config.items() if key != "quant_method"}
         self._config = FineGrainedFP8Config(**known)
         if self._config.expert_dtype != "fp8":
             raise ValueError(f"expert_dtype {self._config.expert_dtype!r} cannot be served")
+        block = self._config.weight_block_size or ()
+        if any(type(size) is not int for size in block):
+            raise ValueError(f"weight_block_size {block!r:.100}: two whole numbers are wanted")
         if config.get("fmt", "e4m3") != "e4m3":
             raise ValueError(f"fmt {config['fmt']!r} cannot be served")
         if self._config.modules_to_convert:
@@ -160,11 +177,7 @@ class FineGrainedFp8:
 
     def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         block = tuple(self._config.weight_block_size or (-1, -1))
-        stored = tensors["weight_scale_inv"]
-        if not stored.is_floating_point():
-            # Such as exponents of two alone; as floats these are what others are.
-            raise ValueError(f"scales are {stored.dtype}, and must be floats")
-        scales = _of_blocks(stored, shape, block)
+        scales = _of_blocks(tensors["weight_scale_inv"], shape, block)
         return levels_of(8, tensors["weight"], scales, block[1], None)
 
 
@@ -172,6 +185,7 @@ class AutoAwq:
     """Reads AutoAWQ, which compressed-tensors rewrites as its own format."""
 
     name = "awq"
+    patterns: Sequence[str] = ()
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter  # noqa: PLC0415
@@ -191,11 +205,12 @@ class Gptq:
     """Reads GPTQ: levels packed along the inputs, unsigned, with a zero point for each group."""
 
     name = "gptq"
+    patterns: Sequence[str] = ()
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._bits = config.get("bits")
         if self._bits not in (4, 8):
-            raise ValueError(f"bits: {self._bits} cannot be served; known: 4, 8")
+            raise ValueError(f"bits: {self._bits!r:.100} cannot be served; known: 4, 8")
         stored = config.get("checkpoint_format") or "gptq"
         if stored not in ("gptq", "gptq_v2"):
             raise ValueError(f"checkpoint_format {stored!r} cannot be served; known: gptq, gptq_v2")
@@ -219,6 +234,7 @@ class Rounded:
     """Reads what `engine/rounded_checkpoint.py` writes: levels and scales as a `QuantizedWeight` has them."""
 
     name = "conductor"
+    patterns: Sequence[str] = ()
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         pass
@@ -258,19 +274,23 @@ def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _of_blocks(scales: torch.Tensor, shape: tuple[int, int], block: Any) -> torch.Tensor:
-    """Return scales [out_features, num_groups] of scales for each block of outputs and inputs; -1: all."""
+    """Return scales [out_features, num_groups] of scales for each block of outputs and inputs; -1: all.
+
+    Raises ValueError for scales that are not one for each block."""
     out_features, in_features = shape
-    outputs, inputs = (size if size > 0 else whole for size, whole in zip(block, shape, strict=True))
-    if scales.numel() == 1:
-        return scales.reshape(1, 1).expand(out_features, 1)
-    scales = scales.reshape(len(scales), -1)
-    if scales.shape[1] not in (1, -(-in_features // inputs)):
-        raise ValueError(f"scales of {tuple(scales.shape)} do not fit groups of {inputs} inputs")
-    if len(scales) == out_features:
-        return scales
-    if len(scales) != -(-out_features // outputs):
-        raise ValueError(f"scales of {tuple(scales.shape)} do not fit blocks of {outputs} outputs")
-    return scales.repeat_interleave(outputs, 0)[:out_features]
+    outputs, inputs = (
+        max(1, min(size, whole) if size > 0 else whole) for size, whole in zip(block, shape, strict=True)
+    )
+    rows, columns = -(-out_features // outputs), -(-in_features // inputs)
+    # One for each output, or for all, may stand without a dimension of one.
+    fitting = [(rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows * columns == 1 else [])]
+    if tuple(scales.shape) not in fitting:
+        raise ValueError(
+            f"scales of {tuple(scales.shape)} do not fit blocks of {outputs} outputs and {inputs} inputs: "
+            f"{(rows, columns)} are wanted"
+        )
+    scales = scales.reshape(rows, columns)
+    return scales if rows == out_features else scales.repeat_interleave(outputs, 0)[:out_features]
 
 
 def levels_of(
@@ -281,7 +301,10 @@ def levels_of(
     Args:
         group: Inputs that share a scale, where there are several groups.
 
-    Raises ValueError for groups that cannot be served."""
+    Raises ValueError for groups that cannot be served, and for scales that are whole numbers."""
+    if not scales.is_floating_point():
+        # Such as exponents of two alone; as floats these are what others are.
+        raise ValueError(f"scales are {scales.dtype}, and must be floats")
     scales = scales.float().contiguous()
     if scales.shape[1] == 1:
         group = levels.shape[1]

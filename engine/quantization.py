@@ -20,7 +20,7 @@ from base.errors import ConfigError
 from base.logs import event
 from engine.calibration import TEXT, quantize_for_text
 from engine.device_weights import visiting
-from engine.model import PagedModel
+from engine.model import PagedModel, first_run
 from engine.quantized_experts import QuantizedExperts
 from engine.quantized_linear import QuantizedLinear, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
@@ -60,6 +60,8 @@ class LoadedWeights:
         """Return what the node says of its weights: `model` is made of them, as it will be served."""
         if self.source_logits is None:
             return FLOATS
+        if not self.source_logits.isfinite().all():
+            raise ConfigError("the model's logits are no numbers: its weights or its config.json are damaged")
         logits = model.eager_logits(checked_tokens(model.vocab_size))
         error = relative_error(logits, self.source_logits.to(logits))
         # Written so that NaN is a failure.
@@ -171,5 +173,6 @@ def logits_of(module: PreTrainedModel, device: torch.device) -> torch.Tensor:
     """Return the logits [num_tokens, vocab_size] of some tokens, which the family computes by itself."""
     vocab_size = module.config.get_text_config().vocab_size
     token_ids = torch.tensor([checked_tokens(vocab_size)], device=device)
-    logits: torch.Tensor = module(input_ids=token_ids, use_cache=False).logits[0]
+    with first_run():
+        logits: torch.Tensor = module(input_ids=token_ids, use_cache=False).logits[0]
     return logits

@@ -108,7 +108,9 @@ class QuantizedWeight:
         if is_one:
             groups = slice(0, 1)
         elif first % self.group or count % self.group:
-            raise ValueError(f"{count} inputs from {first} on cut a group of {self.group}")
+            raise ValueError(
+                f"{count} inputs from {first} on cut a group of {self.group}, which share a scale"
+            )
         else:
             groups = slice(first // self.group, (first + count) // self.group)
         per_level = 2 if self.format is WeightFormat.INT4 else 1

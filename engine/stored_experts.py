@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,18 @@ def _stacks(name: str, headers: Headers) -> list[str]:
 
 def _weights(name: str, num_experts: int, found: Mapping[tuple[int, int], str]) -> list[str]:
     """Return the names of gate, up and down of each expert; nothing if none has few bits."""
-    wanted = [(expert, weight) for expert in range(num_experts) for weight in range(3)]
-    if found and (odd := sorted(set(wanted) ^ found.keys())):
-        which = ("gate", "up", "down")[odd[0][1]]
+    if not found:
+        return []
+    # Not all that a configuration may name: what is missing is found after as many as there are.
+    wanted = ((expert, weight) for expert in range(num_experts) for weight in range(3))
+    beyond = [place for place in found if place[0] >= num_experts]
+    odd = next((place for place in wanted if place not in found), None) or min(beyond, default=None)
+    if odd is not None:
         raise ConfigError(
-            f"{name}: some of its {num_experts} experts have few bits, and {which} of expert {odd[0][0]} "
-            "is not as the others; they cannot be served"
+            f"{name}: config.json has {num_experts} experts, some of them have few bits, and "
+            f"{('gate', 'up', 'down')[odd[1]]} of expert {odd[0]} is not as the others; they cannot be served"
         )
-    return [found[place] for place in wanted] if found else []
+    return [found[place] for place in product(range(num_experts), range(3))]
 
 
 def _require_levels(name: str, header: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -189,21 +194,24 @@ def _stack(
 ) -> ExpertWeights:
     """Return the weights of all experts; of each, those of the names given follow each other."""
     shape = torch.Size((len(experts), *shape[1:]))
-    levels = torch.empty(shape, dtype=torch.float8_e4m3fn)
+    levels: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     group = 0
     for expert, names in enumerate(experts):
         size = shape[1] // len(names)
         for place, name in enumerate(names):
             weight = _levels_of(published, name, stored.tensors(name, read), (size, shape[2]))
-            if scales is None:
+            if levels is None or scales is None:
+                # Not before one was found to be as large as the configuration says.
                 group = weight.group
+                levels = torch.empty(shape, dtype=torch.float8_e4m3fn)
                 scales = torch.empty((*shape[:2], weight.scales.shape[1]))
             if weight.group != group or weight.scales.shape[1] != scales.shape[2]:
                 raise ConfigError(f"{name}: its inputs share scales otherwise than those of {experts[0][0]}")
             rows = slice(place * size, (place + 1) * size)
             levels[expert, rows].copy_(weight.levels)
             scales[expert, rows].copy_(weight.scales)
+    assert levels is not None
     assert scales is not None
     return ExpertWeights(levels, scales, group)
 

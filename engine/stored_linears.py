@@ -40,6 +40,8 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Dtypes of safetensors that the tensors of a layer may have."""
 
@@ -179,8 +181,10 @@ def layer_headers(path: Path) -> dict[str, Header]:
             layers[layer][part] = dtype, shape
     for layer, header in layers.items():
         for part, (dtype, _) in header.items():
-            if dtype not in DTYPES or (dtype.startswith("F8") and not header.keys() & MARKS):
-                raise ConfigError(f"{path}: {layer}.{part} is {dtype}, which cannot be served as it is")
+            if dtype not in DTYPES:
+                raise ConfigError(f"{path}: {layer}.{part} is {dtype}; known: {', '.join(DTYPES)}")
+            if dtype.startswith("F8") and not header.keys() & MARKS:
+                raise ConfigError(f"{path}: {layer}.{part} is {dtype}, and its scales are missing")
     return {layer: header for layer, header in layers.items() if header.keys() & MARKS}
 
 

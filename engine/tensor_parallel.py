@@ -13,6 +13,8 @@ must run the same steps in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -93,7 +95,7 @@ class ExpertShare(nn.Module):
     """
 
     def __init__(self, experts: nn.Module, group: TensorGroup) -> None:
-        """Keep this rank's share of `experts`, in place; raises ConfigError if they do not divide."""
+        """Keep this rank's share of `experts`, in place; raises ValueError if they do not divide."""
         super().__init__()
         is_quantized = isinstance(experts, QuantizedExperts)
         self.num_all: int = experts.num_all if is_quantized else experts.num_experts  # type: ignore[assignment]
@@ -164,13 +166,24 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
             raise ConfigError(f"tensor parallel: {name} is to be cut {style!r}, which is not known here")
         to_cut.append((name, module, style))
     for name, module in experts:
-        model.set_submodule(name, ExpertShare(module, group))
+        with _cutting(name):
+            model.set_submodule(name, ExpertShare(module, group))
     _require_whole_experts(model)
     for name, linear, style in to_cut:
-        if style == "colwise":
-            model.set_submodule(name, _columns(linear, group))
-        else:
-            model.set_submodule(name, RowParallel(_rows(linear, group), linear.bias, group))
+        with _cutting(name):
+            if style == "colwise":
+                model.set_submodule(name, _columns(linear, group))
+            else:
+                model.set_submodule(name, RowParallel(_rows(linear, group), linear.bias, group))
+
+
+@contextmanager
+def _cutting(name: str) -> Iterator[None]:
+    """Raise ConfigError, naming a module, where the body finds that it cannot be cut."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"tensor parallel: {name}: {error}; choose another tensor_parallel") from error
 
 
 def _require_whole_experts(model: nn.Module) -> None:
@@ -193,10 +206,7 @@ def _columns(linear: nn.Linear | QuantizedLinear, group: TensorGroup) -> nn.Modu
 def _rows(linear: nn.Linear | QuantizedLinear, group: TensorGroup) -> nn.Module:
     if isinstance(linear, QuantizedLinear):
         share = _share_size(linear.in_features, group)
-        try:
-            return QuantizedLinear(linear.quantized.inputs(group.rank * share, share), None)
-        except ValueError as error:
-            raise ConfigError(f"tensor parallel: {error}, which share a scale") from error
+        return QuantizedLinear(linear.quantized.inputs(group.rank * share, share), None)
     return _linear(_share(linear.weight, 1, group), None)
 
 
@@ -208,7 +218,7 @@ def _share(tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
 
 def _share_size(size: int, group: TensorGroup) -> int:
     if size % group.size:
-        raise ConfigError(f"tensor parallel: a dimension of {size} does not divide among {group.size} ranks")
+        raise ValueError(f"{size} experts, rows or columns do not divide among {group.size} ranks")
     return size // group.size
 
 

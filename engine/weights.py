@@ -3,24 +3,26 @@
 safetensors and GGUF are data. Pickle is code, so a folder that has nothing else is refused, and no code that
 comes with a model is ever run.
 
-`python -m engine.weights GGUF FOLDER` converts a GGUF file to a folder of safetensors. Reading GGUF takes a
-gigabyte and half a minute, which whoever asks for a model should not hold; so it is a process of its own. It
-ends with status 1 and one line on standard error when the file cannot be read.
+`python -m engine.weights GGUF FOLDER` converts a GGUF file to a folder of safetensors, and `python -m
+engine.weights FOLDER` looks whether one can be served. Reading GGUF takes a gigabyte and half a minute, which
+whoever asks for a model should not hold; so these are processes of their own. They end with status 1 and one
+line on standard error when the file or folder cannot be read.
 """
 
 from __future__ import annotations
 
-import struct
+import logging
+import re
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
@@ -30,16 +32,16 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
+from engine.layer_patterns import require_quick
+from engine.model_config import LOAD_ERRORS, first_line, model_config
 from engine.published_weights import published_format
 from engine.stored_experts import WHOLE, Part
 from engine.stored_linears import require_depth, require_floats, stored_config, tensor_headers
 
-LOAD_ERRORS = (
-    *(OSError, ValueError, ImportError, LookupError, RuntimeError, ArithmeticError, TypeError),
-    *(AttributeError, AssertionError, MemoryError, SafetensorError, StrictDataclassError),
-    struct.error,
+MISMATCH = re.compile(
+    r"^(\S.*?) *\| MISMATCH .*torch\.Size\((\[.*?\])\).*torch\.Size\((\[.*?\])\)", re.MULTILINE
 )
-"""Errors of transformers for a folder or file that it cannot read."""
+"""A line of transformers' report of a load: name, shape in the files, shape in the model."""
 
 ONE_AT_A_TIME = threading.Lock()
 """The lock that whoever makes a model holds.
@@ -58,7 +60,7 @@ def load_model(path: Path, dtype: torch.dtype, part: Part = WHOLE) -> PreTrained
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
     try:
-        with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME, _reported_mismatch():
             model, found = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=_config(path, part),
@@ -70,7 +72,7 @@ def load_model(path: Path, dtype: torch.dtype, part: Part = WHOLE) -> PreTrained
                 output_loading_info=True,
             )
     except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
     # transformers fills what is missing with random numbers and warns.
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
@@ -78,18 +80,40 @@ def load_model(path: Path, dtype: torch.dtype, part: Part = WHOLE) -> PreTrained
     return loaded
 
 
+@contextmanager
+def _reported_mismatch() -> Iterator[None]:
+    """Raise ValueError with the first tensor of another shape than the model's, of which transformers' own
+    error says that it is in the log."""
+    reports: list[str] = []
+
+    def look(record: logging.LogRecord) -> bool:
+        reports.append(record.getMessage())
+        return True
+
+    library = logging.getLogger("transformers.modeling_utils")
+    library.addFilter(look)
+    try:
+        yield
+    except RuntimeError as error:
+        if found := next(filter(None, map(MISMATCH.search, reports)), None):
+            name, stored, wanted = found.groups()
+            raise ValueError(f"{name} is {stored} in the files, and {wanted} by config.json") from error
+        raise
+    finally:
+        library.removeFilter(look)
+
+
 def _config(path: Path, part: Part) -> PreTrainedConfig:
     """Return a folder's configuration; of few bits, so that `engine/stored_linears.py` reads it."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        path, local_files_only=True, trust_remote_code=False
-    )
+    config = model_config(path)
     headers = list(tensor_headers(path))  # refuses files that are not the folder's own
     require_depth(path, headers, getattr(config.get_text_config(), "num_hidden_layers", None))
     published = getattr(config, "quantization_config", None)
     if not published:
         require_floats(path, headers)
         return config
-    published_format(published)  # refuses what cannot be served before anything is read
+    # What cannot be served is refused before anything is read.
+    require_quick(published_format(published).patterns, {name.rpartition(".")[0] for name, *_ in headers})
     config.quantization_config = stored_config(path, published, part)
     return config
 
@@ -99,7 +123,7 @@ def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     try:
         save_file(tensors, file, {"format": "pt"})
     except SafetensorError as error:
-        raise OSError(_first_line(error)) from error
+        raise OSError(first_line(error)) from error
 
 
 def tokens_of(path: Path, text: str) -> list[int]:
@@ -110,7 +134,7 @@ def tokens_of(path: Path, text: str) -> list[int]:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         token_ids: list[int] = tokenizer(text)["input_ids"]
     except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
     return token_ids
 
 
@@ -122,11 +146,11 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTra
 
     Raises ConfigError if the configuration is missing or of no known family, in one line."""
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = model_config(path)
         with ONE_AT_A_TIME:
             model = _drawn(config, dtype, device)
     except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: no model can be made: {_first_line(error)}") from error
+        raise ConfigError(f"{path}: no model can be made: {first_line(error)}") from error
     return model.eval()
 
 
@@ -156,17 +180,22 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except LOAD_ERRORS as error:
-        raise ConfigError(f"{gguf}: the GGUF file cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{gguf}: the GGUF file cannot be read: {first_line(error)}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def require_known(path: Path) -> None:
+    """Raise ConfigError if a folder's model cannot be served, as far as is seen without reading a weight."""
+    try:
+        _config(path, WHOLE)
+    except LOAD_ERRORS as error:
+        raise ConfigError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
 
 
 if __name__ == "__main__":
     try:
-        convert_gguf(*map(Path, sys.argv[1:]))
+        paths = [Path(argument) for argument in sys.argv[1:]]
+        convert_gguf(*paths) if paths[1:] else require_known(*paths)
     except ConfigError as error:
         sys.exit(str(error))

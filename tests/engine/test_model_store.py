@@ -128,6 +128,7 @@ INDEX = "model.safetensors.index.json"
         ({"weight_map": {"a": 5}}, "same folder"),
         ({"weight_map": {"a": "other.safetensors"}}, "other.safetensors is missing"),
         ({"weight_map": {}}, "weight_map is wanted"),
+        ({"weight_map": {"a": "model-1.safetensors"}}, "metadata is wanted"),
         ([], "JSON object is wanted"),
         ("{", "Expecting"),
     ],

@@ -268,7 +268,7 @@ def broken(tensors: dict, layer: str, part: str, tensor: torch.Tensor | None) ->
         ),
         ("compressed-tensors fp8", "weight", torch.ones(128, 128), "levels are torch.float32"),
         ("fp8 in blocks", "weight", torch.ones(128, 128).bfloat16(), "levels are torch.bfloat16"),
-        ("compressed-tensors fp8", "weight_scale", None, "cannot be served as it is"),
+        ("compressed-tensors fp8", "weight_scale", None, "its scales are missing"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_layer(name, part, tensor, reason, tmp_path: Path) -> None:
