@@ -1,6 +1,7 @@
 """The configuration of a model's folder: what config.json describes, before a weight is read.
 
-transformers knows the families; code that comes with a model is never run.
+transformers knows the families. A checkpoint that names one which came as Python code of its own is read as
+the family whose code that is; code that comes with a model is never run.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from base.errors import ConfigError
-from engine.model_store import config_table
+from engine.model_store import SAME_FAMILY, config_table
 
 LOAD_ERRORS = (
     *(OSError, ValueError, ImportError, LookupError, RuntimeError, ArithmeticError, TypeError),
@@ -31,11 +32,20 @@ def model_config(path: Path) -> PreTrainedConfig:
     """Return the configuration of a folder's model.
 
     Raises ConfigError, in one line, if there is none of a known family, or it describes none that runs."""
-    config_table(path)
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
+    table = config_table(path)
+    if "auto_map" in table and table.get("model_type") not in (*SAME_FAMILY, *CONFIG_MAPPING):
+        known, name = ", ".join(SAME_FAMILY), table.get("model_type")
+        raise ConfigError(
+            f"{path}: config.json: model_type {name!r:.100} is Python code that comes with the model "
+            f"(auto_map), which is not run; of such families {known} can be served"
         )
+    try:
+        family = SAME_FAMILY.get(table.get("model_type", ""))
+        if family is not None:
+            own = {key: value for key, value in table.items() if key not in ("model_type", "auto_map")}
+            config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(own)
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except LOAD_ERRORS as error:
         raise ConfigError(f"{path}: config.json: {first_line(error)}") from error
     _require_choice(path, config.get_text_config())

@@ -64,6 +64,9 @@ CONFIG_BYTES = 4 << 20
 MOST_LABELS = 100_000
 """Classes of a classifier at most: each gets a name, and language models have none."""
 
+SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+"""Families that were published as Python code, and the families of transformers that are the same."""
+
 CHECKED_FIRST_BYTES = 4 << 30
 """Weights of which a digest takes longer than to look whether they can be served."""
 
@@ -275,7 +278,13 @@ def require_model_folder(path: Path) -> None:
         raise ConfigError(f"{path}: no *.safetensors file; other formats can carry code and are not read")
     weight_files(path)
     if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"{path}: tokenizer.json is missing")
+        tokenizer_config = path / "tokenizer_config.json"
+        is_code = tokenizer_config.is_file() and "auto_map" in read_object(tokenizer_config)
+        why = (
+            "; its tokenizer is Python code (auto_map in tokenizer_config.json), which is not run: "
+            "put a tokenizer.json there, which a converted copy of the model on the hub may have"
+        )
+        raise ConfigError(f"{path}: tokenizer.json is missing{why if is_code else ''}")
 
 
 def _file_digest(path: Path) -> str:

@@ -28,12 +28,14 @@ from transformers import (
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
 from engine.layer_patterns import require_quick
 from engine.model_config import LOAD_ERRORS, first_line, model_config
+from engine.model_store import SAME_FAMILY, config_table
 from engine.published_weights import published_format
 from engine.stored_experts import WHOLE, Part
 from engine.stored_linears import require_depth, require_floats, stored_config, tensor_headers
@@ -131,7 +133,11 @@ def tokens_of(path: Path, text: str) -> list[int]:
     if not (path / "tokenizer.json").is_file():
         return []
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if config_table(path).get("model_type") in SAME_FAMILY:
+            # By its name transformers would look for code in the folder.
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         token_ids: list[int] = tokenizer(text)["input_ids"]
     except LOAD_ERRORS as error:
         raise ConfigError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
