@@ -17,11 +17,12 @@ import httpx
 import pytest
 
 from base.config import SchedulerConfig, StoreConfig
-from conductor.api.panels import DASHBOARDS
 from conductor.serving.prometheus_history import QUERIES
 from tests.cluster.conftest import running
+from tests.deploy.generators import loaded
 from tests.deploy.processes import free_ports
 
+DASHBOARDS = loaded("generate_dashboards").DASHBOARDS
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yml"
 
 pytestmark = [

@@ -12,10 +12,10 @@ import yaml
 
 from base.lifetime import Lifetime
 from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, export_supervised, process_registry
-from conductor.api.panels import DASHBOARDS
 from tests.deploy.generators import loaded
 
 dashboards = loaded("generate_dashboards")
+DASHBOARDS = dashboards.DASHBOARDS
 
 ROOT = Path(__file__).parent.parent.parent
 PROMETHEUS = ROOT / "deploy" / "prometheus"
