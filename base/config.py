@@ -9,13 +9,12 @@ that travels on, never a field written back.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from base.errors import ConfigError
-from base.tables import TableError, from_table
+from base.tables import TableError, from_table, read_json
 from base.transports import TRANSPORTS
 
 GIB = 1 << 30
@@ -477,10 +476,7 @@ def read_process_config(path: Path, into: type[T]) -> T:
         ConfigError: the file is missing or no JSON, a key is unknown or missing, or a
             value is of the wrong type or refused. The message names file and key.
     """
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    table = read_json(path)
     try:
         return from_table(into, table)
     except TableError as error:

@@ -98,7 +98,6 @@ class EngineLoop:
         """Set when the device thread is ready for its first step."""
         self._stalled_at_s: float | None = None
         self.num_steps = 0
-        self.num_failed_steps = 0
         self._last_landed_at_s = clock.now_s()
         self._observers: list[StepObserver] = []
         # Whoever releases blocks, in here or not, may have made room for who waits.
@@ -301,7 +300,6 @@ class EngineLoop:
             self.release(sequence)
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
-        self.num_failed_steps += 1
         level = logging.WARNING if isinstance(error, ServeError) else logging.ERROR
         names = ",".join(entry.sequence.request_id for entry in plan.entries)
         event(log, "step failed", level=level, requests=names, error=f"{type(error).__name__}: {error}")

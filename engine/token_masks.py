@@ -95,15 +95,12 @@ def _compiling_thread() -> Executor:
 class TokenMasks:
     """Computes the masks of steps. Belongs to the device thread."""
 
-    def __init__(self, num_threads: int = 0) -> None:
-        """Begin. `num_threads` compute masks; 0: half as many as there are cores."""
-        cores = len(os.sched_getaffinity(0))
-        self._num_threads = num_threads or max(1, min(MAX_THREADS, cores // 2))
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "masks")
 
     @cached_property
     def _filler(self) -> MaskFiller:
-        return MaskFiller(self._num_threads)
+        return MaskFiller(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)))
 
     def begin(
         self, sequences: Rows[Sequence], newest: Mapping[Sequence, int] | None = None, pinned: bool = False

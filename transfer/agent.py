@@ -243,20 +243,13 @@ class TransferAgent:
         """
         await self._move(Operation.READ, peer, grant, pieces, deadline_s, priority)
 
-    async def read_summed(
-        self,
-        peer: PeerDescriptor,
-        grant: Grant,
-        pieces: Pieces,
-        deadline_s: float | None = None,
-        priority: Priority = Priority.FOREGROUND,
-    ) -> Sequence[int]:
+    async def read_summed(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces) -> Sequence[int]:
         """`read` into host memory; return the checksum of what lies there for each piece, in order.
 
         Cheaper than to sum afterwards where the transport has the bytes in its hands.
         """
         pieces = pieces.with_sums()
-        await self._move(Operation.READ, peer, grant, pieces, deadline_s, priority)
+        await self._move(Operation.READ, peer, grant, pieces, None, Priority.FOREGROUND)
         return pieces.sums if pieces.sums is not None else await asyncio.to_thread(sums_of, pieces)
 
     def route(self, peer: PeerDescriptor, grant: Grant, device: int | None = None) -> Route:

@@ -119,14 +119,14 @@ class CostModel:
             left = max(MIN_FETCH_SHARE, 1.0 - self._handoff_share)
         return left / (1 + num_fetches)
 
-    def handoff_s(self, tokens: int, compute_s: float, share: float = 1.0) -> float:
+    def handoff_s(self, tokens: int, compute_s: float) -> float:
         """Return the seconds that a hand-off streamed by layer adds after the last layer computed.
 
         Each layer leaves while the next ones compute, so what shows is the last layer and
         whatever the link could not move during the others.
         """
         layers = self.profile.num_layers
-        whole_s = self.transfer_s(tokens, share)
+        whole_s = self.transfer_s(tokens)
         return max(0.0, whole_s - compute_s * (layers - 1) / layers) + whole_s / layers
 
     def load_s(self, tokens: int, from_disk: bool = False) -> float:

@@ -40,11 +40,6 @@ class GapCounts:
                 at, left = _class_of(last_s), left - taken
             counts[at] = counts.get(at, 0) + left
 
-    @property
-    def num_classes(self) -> int:
-        """Classes that hold any gap: what its memory grows with."""
-        return len(self._counts)
-
     def percentile_s(self, percent: float) -> float:
         """Return the gap that so many of a hundred are not longer than; 0 without any."""
         if not self.num_gaps:
