@@ -113,6 +113,12 @@ class KvLayout:
         return f"{heads}{field.width}:{field.dtype}" + ("" if field.is_per_token else ":block")
 
 
+def kv_id(layout: KvLayout, checksum_kind: str, weights: str = "none") -> str:
+    """Return what names KV: its bytes, the kind of its checksums, and the format of its weights, if any."""
+    bytes_id = f"{layout.layout_id}/checksum={checksum_kind}"
+    return bytes_id if weights == "none" else f"{bytes_id}/weights={weights}"
+
+
 def head_layout(num_layers: int, num_heads: int, head_dim: int, block_size: int, dtype: str) -> KvLayout:
     """Return the layout of a model with K and V of `num_heads` KV heads.
 

@@ -22,7 +22,7 @@ from base.block_hash import BlockHash, chain_root, hash_chain
 from base.checksum import CHECKSUM_KIND, checksum_of_kind
 from base.clock import SystemClock
 from base.config import TlsConfig, TransferConfig
-from base.kv_layout import KvLayout
+from base.kv_layout import KvLayout, kv_id
 from kvstore.client import BlockCache
 from kvstore.hosting import block_cache
 from transfer.agent import TransferAgent
@@ -89,10 +89,7 @@ class ContextCache:
         self._tenant = tenant
         self._checksum = checksum_of_kind(checksum_kind)
         # As nodes name what they hand off with this checksum: their blocks are ours too.
-        kv_id = f"{layout.layout_id}/checksum={checksum_kind}"
-        self._root = chain_root(
-            model_id, kv_id if weights == "none" else f"{kv_id}/weights={weights}", tenant_salt
-        )
+        self._root = chain_root(model_id, kv_id(layout, checksum_kind, weights), tenant_salt)
 
     def chain(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """Return the names of the full blocks of `token_ids`."""

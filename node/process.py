@@ -27,6 +27,7 @@ import uvloop
 from base.attach import AttachClient
 from base.clock import Clock, SystemClock
 from base.config import NodeProcess
+from base.kv_layout import kv_id
 from base.lifetime import Lifetime
 from base.logs import event
 from base.messages import NodeInfo
@@ -168,12 +169,14 @@ async def _drain(state: SharedState, works: Sequence[ConductorWork]) -> None:
 
 
 def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent) -> NodeInfo:
+    # With mixed weights, KV of another format may stand for this node's.
+    weights = "none" if config.mixed_weights else engine.quantization.format
     return NodeInfo(
         node_id=NodeId(config.node_id),
         epoch=epoch,
         roles=frozenset(Role(role) for role in config.roles),
         model_id=config.model_id,
-        layout_id=_kv_id(config, engine),
+        layout_id=kv_id(engine.layout, sum_kind(engine.cache), weights),
         max_model_len=engine.max_model_len,
         num_blocks=engine.loop.pool.num_blocks,
         block_size=engine.cache.layout.block_size,
@@ -183,13 +186,6 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         weights_error=engine.quantization.error,
         kv_token_bytes=engine.layout.token_bytes,
     )
-
-
-def _kv_id(config: NodeProcess, engine: Engine) -> str:
-    """Return what names KV that may stand for this node's: its bytes, and its weights' format."""
-    bytes_id = f"{engine.layout.layout_id}/checksum={sum_kind(engine.cache)}"
-    is_plain = config.mixed_weights or engine.quantization.format == "none"
-    return bytes_id if is_plain else f"{bytes_id}/weights={engine.quantization.format}"
 
 
 def main() -> int:

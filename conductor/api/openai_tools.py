@@ -69,14 +69,15 @@ class NamedChoice(StrictBody):
 ToolList = Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-def _choice_kind(value: Any) -> str:
+def choice_kind(value: Any) -> str:
+    """Return the tag of a tool choice's form."""
     # Tags have spaces: errors leave them out of a field's name.
     return "an object" if isinstance(value, dict) else "a word"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedChoice, Tag("an object")],
-    Discriminator(_choice_kind),
+    Discriminator(choice_kind),
 ]
 
 

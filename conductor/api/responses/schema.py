@@ -23,6 +23,7 @@ from conductor.api.openai_tools import (
     FunctionTool,
     Table,
     check_json_texts,
+    choice_kind,
     chosen,
     past_arguments,
     tool_spec,
@@ -98,14 +99,10 @@ class ResponsesChoice(StrictBody):
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
-def _choice_kind(value: Any) -> str:
-    return "an object" if isinstance(value, dict) else "a word"
-
-
 _Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[ResponsesChoice, Tag("an object")],
-    Discriminator(_choice_kind),
+    Discriminator(choice_kind),
 ]
 
 
