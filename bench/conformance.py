@@ -43,7 +43,7 @@ from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
 from bench.stub_cluster import stub_cluster
 from conductor.placing.profile import Profile
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.conformance import (
     LiveRun,
     compared,

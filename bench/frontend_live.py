@@ -34,7 +34,7 @@ from bench.about_run import about_run
 from bench.frontend import cpu_seconds
 from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.placing.profile import Profile
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 

@@ -28,7 +28,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.placement import UNBOUNDED
 from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.profile import Profile
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate

@@ -22,7 +22,7 @@ from bench.about_run import current_commit
 from bench.goodput_replayed import compared, shape_of
 from bench.shapes import CARDS
 from conductor.placing.profile import Profile
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
 

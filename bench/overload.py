@@ -34,7 +34,7 @@ from bench.frontend import cpu_seconds
 from bench.overload_client import Client
 from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.placing.profile import Profile
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 
 PROMPT_TOKENS = 200
 MAX_TOKENS = 16

@@ -27,7 +27,7 @@ from conductor.placing.placement import Placement, PlacementRequest, Rejection
 from conductor.placing.prefill_policies import PrefillPolicy
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.trace import Trace, arrivals

@@ -31,7 +31,7 @@ from bench.about_run import about_run
 from bench.hit_rate import OPEN_TRACE
 from bench.papers.generate import generate
 from conductor.placing.cost_model import CostModel
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace

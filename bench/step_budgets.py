@@ -36,7 +36,7 @@ from bench.shapes import Shape, parse_shape
 from conductor.placing.cost_model import CostModel
 from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.scheduler_settings import RejectPolicy
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate

@@ -38,7 +38,7 @@ from base.tls import dialling_context
 from bench.stub_node import StubNode
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile, profile_json
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from deploy.plan import LocalModel, conductor_process
 from engine.model_store import prepare
 

@@ -35,7 +35,7 @@ from conductor.placing.decision_lines import Shared
 from conductor.placing.explain import Decisions
 from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.roles import RoleController
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.arguments import service_arguments
 from conductor.serving.attach import AttachService
 from conductor.serving.budgets import Budgets

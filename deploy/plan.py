@@ -16,7 +16,7 @@ from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProce
 from base.errors import ConfigError
 from base.request import Role
 from base.tables import read_object
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 
 ANY_ADDRESSES = ("0.0.0.0", "::")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -29,11 +29,12 @@ LAYERS: dict[str, set[str]] = {
     "decode_node": {"base", "protos", "engine", "transfer", "kvstore"},
     "node": {"base", "protos", "engine", "transfer", "kvstore", "prefill_node", "decode_node"},
     "conductor/placing": {"base", "kvstore/index"},
+    "conductor/profiles": {"base", "conductor/placing"},
     "conductor/serving": {"base", "protos", "kvstore/index", "conductor/placing"},
     "conductor/api": {"base", "protos", "conductor/serving/generated"},
-    "conductor/replay": {"base", "kvstore", "conductor/placing", "conductor/profile_file"},
+    "conductor/replay": {"base", "kvstore", "conductor/placing", "conductor/profiles"},
     "conductor": {
-        *("base", "conductor/api", "conductor/serving", "conductor/placing"),
+        *("base", "conductor/api", "conductor/serving", "conductor/placing", "conductor/profiles"),
         "conductor/replay/arguments",  # names replays' settings, which run in a process of their own
     },
     "bench": {

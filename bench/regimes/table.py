@@ -21,7 +21,7 @@ from bench.regimes.sessions import AgentKind, MixKind, agents, mix
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile, slowed
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.simulate import Plan
 from conductor.replay.trace import Trace

@@ -1,6 +1,7 @@
 """Profiles: a dozen numbers of one kind of node running one model.
 
-`cost_model.py` predicts with them, and says what they mean together; `conductor/profile_file.py` reads them.
+`cost_model.py` predicts with them, and says what they mean together; `conductor/profiles/reader.py` reads
+them.
 """
 
 from __future__ import annotations

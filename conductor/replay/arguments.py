@@ -17,7 +17,7 @@ from base.config import ClusterConfig, EngineConfig, SchedulerConfig
 from base.option_values import real, whole
 from base.request import Slo
 from conductor.placing.scheduler_settings import RejectPolicy
-from conductor.profile_file import preset_names
+from conductor.profiles.reader import preset_names
 from conductor.replay.policies import POLICIES
 from conductor.replay.trace_formats import FORMATS
 from kvstore.eviction import BY_NAME

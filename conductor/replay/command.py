@@ -19,7 +19,7 @@ from base.request import Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.arguments import DEFAULT_PROFILE, SERVICE, Nodes, make_parser
 from conductor.replay.cluster import WATCH_EVERY, SimCluster
 from conductor.replay.cluster_options import ClusterOptions

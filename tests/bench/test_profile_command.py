@@ -13,7 +13,7 @@ from bench.profile_fit import MeasuredStep, with_steps
 from bench.profile_run import Grid, make_profile, measure
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import profile_json
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from engine.build import assemble_engine
 from engine.model import PagedModel
 from engine.quantized_weight import Quantization

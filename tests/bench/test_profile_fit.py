@@ -9,7 +9,7 @@ import pytest
 from bench.profile_fit import LEAST_S, Measured, fit_decode, fit_prefill, fitted
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Evidence
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 
 
 def grid(cost, noise: float, seed: int) -> list[Measured]:

@@ -21,7 +21,7 @@ from bench.workload import LoadRequest
 from conductor.placing.cost_model import CostModel
 from conductor.placing.prefill_policies import least_cost
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from tests.conductor.builders import make_request, make_view
 
 

@@ -6,7 +6,7 @@ from conductor.placing.admission import TBT_HEADROOM
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from tests.conductor.scripted_node import node_info
 
 BLOCK_SIZE = 512

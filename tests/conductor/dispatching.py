@@ -14,7 +14,7 @@ from conductor.api.server import tcp_listener
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.serving.attach import AttachService
 from conductor.serving.dispatch import Dispatcher, RequestObserver
 from conductor.serving.membership import Membership

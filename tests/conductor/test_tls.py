@@ -26,7 +26,7 @@ from base.tls import NODE_NAME, Certificates, dialling_context
 from base.wire import register
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.serving.attach import AttachService
 from conductor.serving.membership import Membership
 from protos import inference_pb2, inference_pb2_grpc

@@ -19,7 +19,7 @@ from bench.papers.advise import (
     main,
 )
 from conductor.placing.cost_model import CostModel
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.simulate import Plan
 from conductor.replay.trace import Trace, TraceRequest, write_trace

@@ -12,7 +12,7 @@ from bench.papers.paper import correlation, deviation, halves, highest_rate, loa
 from bench.papers.published import known_trace
 from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.sim_request import SimRequest

@@ -9,7 +9,7 @@ import pytest
 from base.errors import ConfigError
 from conductor.placing.cost_model import Corrections, CostModel
 from conductor.placing.profile import profile_json
-from conductor.profile_file import load_profile, preset_names
+from conductor.profiles.reader import load_profile, preset_names
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from base.request import Slo
 from bench.papers.generate import generate
 from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.simulate import Plan, simulate

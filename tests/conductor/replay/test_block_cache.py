@@ -7,7 +7,7 @@ import pytest
 
 from base.errors import ConfigError
 from conductor.placing.profile import Profile
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.block_cache import LruCache, PolicyCache, make_cache
 from kvstore.eviction import BY_NAME
 

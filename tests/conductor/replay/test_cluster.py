@@ -12,7 +12,7 @@ from bench.papers.peers import RULES, peer_policy
 from conductor.placing.cost_model import CostModel
 from conductor.placing.roles import RoleController
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.faults import NodeFault

@@ -7,7 +7,7 @@ import pytest
 from base.request import Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import DEFAULT_CHUNK_TOKENS, ClusterOptions
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest

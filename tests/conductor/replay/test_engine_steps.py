@@ -9,7 +9,7 @@ import pytest
 from base.request import SampledToken
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from conductor.placing.cost_model import CostModel
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.events import Events
 from conductor.replay.sim_engine import SimEngine
 from conductor.replay.sim_request import SimRequest

@@ -10,7 +10,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.retries import MAX_ATTEMPTS
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.faults import NodeFault
 from conductor.replay.simulate import Plan, simulate

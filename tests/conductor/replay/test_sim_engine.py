@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 import pytest
 
 from conductor.placing.cost_model import CostModel
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.outcome import worst_gaps_s
 from conductor.replay.sim_engine import SimEngine
 from conductor.replay.sim_request import SimRequest

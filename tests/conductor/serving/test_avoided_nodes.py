@@ -7,7 +7,7 @@ from base.request import FinishReason, Role
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import decide_again
 from conductor.placing.scheduler_settings import SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from tests.conductor.dispatching import answer, conductor, request
 from tests.conductor.scripted_node import ScriptedWork
 

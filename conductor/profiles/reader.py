@@ -1,4 +1,4 @@
-"""Profiles by name or path: presets are in `conductor/profiles/`, others in JSON files with the same keys."""
+"""Profiles by name or path: presets lie beside this file, others in JSON files with the same keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from base.config import read_process_config
 from base.errors import ConfigError
 from conductor.placing.profile import Profile
 
-PROFILE_DIR = Path(__file__).parent / "profiles"
+PROFILE_DIR = Path(__file__).parent
 
 
 def preset_names() -> list[str]:
