@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 
 from base.request import FinishReason
 from conductor.api.http_reply import to_json
-from conductor.api.parsing.events import Argued, Called, Calling, Event, Said, Thought
-
-DELTA_CHARS = 1 << 14
-"""The most of a call's arguments in one delta."""
+from conductor.api.parsing.events import Argued, Called, Calling, Event, Said, Thought, deltas_of
 
 
 class _GrowingCall:
@@ -66,10 +63,9 @@ class ChatParts:
     def _argued(self, arguments: str) -> list[str]:
         index = len(self._calls) - 1
         self._calls[-1].arguments.append(arguments)
-        pieces = (arguments[at : at + DELTA_CHARS] for at in range(0, len(arguments), DELTA_CHARS))
         return [
             f'"delta":{{"tool_calls":[{{"index":{index},"function":{{"arguments":{to_json(piece)}}}}}]}}'
-            for piece in pieces
+            for piece in deltas_of(arguments)
         ]
 
     def message(self) -> str:

@@ -7,11 +7,9 @@ from typing import Any
 
 from base.request import FinishReason
 from conductor.api.http_reply import to_json
-from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought, value_or_none
+from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought, deltas_of, value_or_none
 from conductor.api.turn import Part
 
-DELTA_CHARS = 1 << 14
-"""The most of a call's input in one event."""
 TOOL_USE = "tool_use"
 
 
@@ -120,8 +118,8 @@ class MessageBlocks:
         return event("content_block_start", index=len(self._blocks), content_block=block)
 
     def _argued(self, arguments: str) -> Iterable[str]:
-        for at in range(0, len(arguments), DELTA_CHARS):
-            delta = {"type": "input_json_delta", "partial_json": arguments[at : at + DELTA_CHARS]}
+        for piece in deltas_of(arguments):
+            delta = {"type": "input_json_delta", "partial_json": piece}
             yield event("content_block_delta", index=len(self._blocks), delta=delta)
 
     def _finish(self, reason: FinishReason, stopped_by: str, is_short: bool) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 from base.request import FinishReason
 from conductor.api.http_reply import to_json
-from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought
+from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought, deltas_of
 from conductor.api.turn import Part
 
-DELTA_CHARS = 1 << 14
-"""The most of a call's arguments in one event."""
 FUNCTION_CALL = "function_call"
 
 
@@ -144,8 +142,7 @@ class OutputItems:
     def _argued(self, arguments: str) -> Iterable[str]:
         self._texts.append(arguments)
         place = {"item_id": self._call["id"], "output_index": len(self.done)}
-        for at in range(0, len(arguments), DELTA_CHARS):
-            delta = arguments[at : at + DELTA_CHARS]
+        for delta in deltas_of(arguments):
             yield self.event("response.function_call_arguments.delta", **place, delta=delta)
 
     def _call_ended(self, status: str) -> str:
