@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
 from base.config import (
     ClusterConfig,
@@ -20,6 +23,7 @@ from base.config import (
 from bench.local_cluster import LocalCluster, local_cluster
 from deploy.plan import LocalModel
 from engine.model_store import prepare
+from engine.weights import load_model
 from tests.cluster.asking import until
 
 CACHE_DIR = Path("~/.cache/conductor-cluster")
@@ -30,6 +34,17 @@ BLOCK_SIZE = 32
 def smollm2() -> LocalModel:
     found = prepare("smollm2", CACHE_DIR, print)
     return LocalModel(str(found.path), found.model_id, found.name)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: LocalModel) -> Tokenizer:
+    return Tokenizer.from_file(str(Path(smollm2.path) / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: LocalModel) -> PreTrainedModel:
+    torch.set_num_threads(1)
+    return load_model(Path(smollm2.path), torch.float32)
 
 
 @contextmanager

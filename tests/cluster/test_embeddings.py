@@ -1,14 +1,10 @@
 """Vectors of texts are of transformers' own states, through the whole cluster and unmodified clients."""
 
-from pathlib import Path
-
 import grpc
 import pytest
 import torch
 from openai import BadRequestError, OpenAI
-from tokenizers import Tokenizer
 
-from engine.weights import load_model
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 from tests.cluster.asking import until
@@ -16,17 +12,6 @@ from tests.cluster.conftest import BLOCK_SIZE
 from tests.engine.test_smollm2 import fast_prompts
 
 FAR = 1e-5
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2):
-    return Tokenizer.from_file(str(Path(smollm2.path) / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def model(smollm2):
-    torch.set_num_threads(1)
-    return load_model(Path(smollm2.path), torch.float32)
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """The whole cluster gives the tokens that transformers gives. The specification."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
 import torch
 from openai import OpenAI
-from tokenizers import Tokenizer
 
-from engine.weights import load_model
 from protos.inference_pb2_grpc import InferenceStub
 from tests.cluster.asking import EOS, PATIENCE_S, generate_request, generated
 from tests.cluster.conftest import BLOCK_SIZE
@@ -17,17 +14,6 @@ from tests.engine.builders import reference
 from tests.engine.test_smollm2 import all_prompts, fast_prompts
 
 NEW_TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2):
-    return Tokenizer.from_file(str(Path(smollm2.path) / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def model(smollm2):
-    torch.set_num_threads(1)
-    return load_model(Path(smollm2.path), torch.float32)
 
 
 def token_prompts(tokenizer, texts):

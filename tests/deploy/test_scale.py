@@ -21,6 +21,18 @@ def nodes(environment):
     return {name: pid for name, pid in found.items() if name != "conductor"}
 
 
+def started(file, environment):
+    """Start a cluster of stubs."""
+    return subprocess.Popen(
+        [*PROGRAM, str(file), "--json"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def conductor(environment, *arguments):
     return subprocess.run(
         [sys.executable, "-c", f"from deploy.cli import main; main({list(arguments)!r})"],
@@ -43,14 +55,7 @@ def test_a_cluster_grows_shrinks_and_restarts_while_it_runs(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(f"cache_dir: {tmp_path}\nserver: {{http_port: 0, grpc_port: 0}}\n")
     environment = marked_environment()
-    up = subprocess.Popen(
-        [*PROGRAM, str(file), "--json"],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    up = started(file, environment)
     try:
         assert json.loads(up.stdout.readline())["model"] == "smollm2"
         next(line for line in up.stderr if "Ctrl-C drains" in line)

@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import subprocess
 
 import pytest
 
-from tests.deploy.processes import ROOT, free_ports, marked_environment, marked_pids, wait_all_gone
-from tests.deploy.test_scale import PROGRAM, conductor, nodes
+from tests.deploy.processes import free_ports, marked_environment, marked_pids, wait_all_gone
+from tests.deploy.test_scale import conductor, nodes, started
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -28,14 +27,7 @@ class Stubs:
 
     def start(self, file):
         environment = marked_environment()
-        up = subprocess.Popen(
-            [*PROGRAM, str(file), "--json"],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        up = started(file, environment)
         self.started.append((up, environment))
         return up, environment
 

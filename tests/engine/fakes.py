@@ -1,11 +1,18 @@
 """A device without a model: it keeps in each slot what a model's KV would depend on."""
 
+import random
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Any
 
 from base.request import SampledToken
+from engine.block_pool import BlockPool
 from engine.runner import StepRunner
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import LaunchedStep, StepEntry, StepPlan, StepResult
+from engine.swap_space import SwapSpace
+from tests.engine.builders import make_sequence
 
 
 def prefix_digest(token_ids: Items[int]) -> int:
@@ -89,3 +96,41 @@ class LaunchingFakeDevice(StepRunner):
             tokens.append(sampled)
         result = StepResult(tuple(tokens))
         return LaunchedStep(lambda: result)
+
+
+def run_at_random(
+    device_type: type[FakeDevice], block_size: int, rng: random.Random, drawn: Callable[[], dict[str, Any]]
+) -> list[Sequence]:
+    """Run a dozen sequences to their ends in few blocks: cached, cut into chunks and preempted, by chance.
+
+    `drawn` returns the fields of each.
+    """
+    pool = BlockPool(rng.randint(14, 24))
+    scheduler = Scheduler(pool, block_size, rng.choice([6, 8, 16]), 4, 64, swap_space=SwapSpace(8, 0.001))
+    device = device_type(pool.num_blocks, block_size)
+    sequences = [
+        make_sequence(
+            f"s{number}",
+            [rng.randrange(2) for _ in range(rng.randint(1, 30))],
+            max_tokens=rng.randint(1, 12),
+            arrived_at_s=float(number),
+            priority=rng.randrange(2),
+            **drawn(),
+        )
+        for number in range(12)
+    ]
+    waiting = list(sequences)
+    for _ in range(600):
+        if waiting and rng.random() < 0.3:
+            scheduler.add(waiting.pop())
+        plan = scheduler.schedule()
+        if plan is None:
+            if not waiting:
+                break
+            continue
+        for output in scheduler.commit(plan, device.execute(plan)):
+            if output.finish_reason is not None:
+                scheduler.release(output.sequence)
+        scheduler.check()
+        pool.check()
+    return sequences

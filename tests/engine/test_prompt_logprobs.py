@@ -13,9 +13,8 @@ from base.prompt_logprobs import PromptLogprobs
 from engine import scheduler as scheduling
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
-from engine.swap_space import SwapSpace
 from tests.engine.builders import make_loop, make_model, make_sequence, run_sequences
-from tests.engine.fakes import FakeDevice, continuation
+from tests.engine.fakes import FakeDevice, continuation, run_at_random
 from tests.engine.test_families import SMALL
 
 BLOCK_SIZE = 4
@@ -45,35 +44,11 @@ def places(sequence):
 @pytest.mark.parametrize("seed", range(40))
 def test_each_token_is_scored_once_whatever_is_cached_and_preempted(seed):
     rng = random.Random(seed)
-    pool = BlockPool(rng.randint(14, 24))
-    scheduler = Scheduler(pool, BLOCK_SIZE, rng.choice([6, 8, 16]), 4, 64, swap_space=SwapSpace(8, 0.001))
-    device = ScoringDevice(pool.num_blocks, BLOCK_SIZE)
-    sequences = [
-        make_sequence(
-            f"s{number}",
-            [rng.randrange(2) for _ in range(rng.randint(1, 30))],
-            max_tokens=rng.randint(1, 12),
-            num_prompt_logprobs=rng.choice([None, 1]),
-            arrived_at_s=float(number),
-            priority=rng.randrange(2),
-        )
-        for number in range(12)
-    ]
-    waiting = list(sequences)
-    for _ in range(600):
-        if waiting and rng.random() < 0.3:
-            scheduler.add(waiting.pop())
-        plan = scheduler.schedule()
-        if plan is None:
-            if not waiting:
-                break
-            continue
-        for output in scheduler.commit(plan, device.execute(plan)):
-            if output.finish_reason is not None:
-                scheduler.release(output.sequence)
-        scheduler.check()
-        pool.check()
-    for sequence in sequences:
+
+    def fields():
+        return {"num_prompt_logprobs": rng.choice([None, 1])}
+
+    for sequence in run_at_random(ScoringDevice, BLOCK_SIZE, rng, fields):
         num_prompt = sequence.num_prompt_tokens
         told = sequence.num_prompt_logprobs is not None
         assert places(sequence) == ([float(at) for at in range(1, num_prompt)] if told else [])
