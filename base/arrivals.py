@@ -150,7 +150,7 @@ class TlsListener:
             )
         except OSError as error:
             if isinstance(error, ssl.SSLError):
-                # The peer is told nothing of it but what TLS itself says.
+                # The peer hears nothing of it but what TLS itself sends.
                 self._arrivals.seldom.event("tls handshake failed", str(error), peer=peer, reason=error)
             handshake.socket.close()
         finally:

@@ -212,7 +212,7 @@ class _Stream:
         self._flush_soon()
 
     def send_state_in(self, delay_s: float) -> None:
-        """Tell the state once so much time has passed, if no message does before."""
+        """Send the state once so much time has passed, if no message brings it before."""
         if self._lease is not None:
             due_s = self._loop.time() + delay_s
             if due_s < self._beat_due_s:
@@ -237,7 +237,7 @@ class _Stream:
             for observer in self._observers:
                 observer.received(items)
             self._work.receive(items)
-            if came.tell_blocks:
+            if came.wants_snapshot:
                 self._owes_snapshot = True
                 self.send_state_in(WAKE_DELAY_S)
 

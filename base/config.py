@@ -47,7 +47,7 @@ class EngineConfig:
     block_size: int = 64
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: float = 0.0
-    """0: what is left of GPU memory, or 1 GiB on a CPU."""
+    """Size of the KV cache; 0: what is left of GPU memory, or 1 GiB on a CPU."""
     swap_gib: float = -1.0
     """Host memory for the KV of preempted sequences, on a node of one rank; see `engine/swap_space.py`.
     0: they are recomputed; -1: 4 GiB beside a GPU, none on a CPU."""
@@ -62,7 +62,7 @@ class EngineConfig:
     threads: int = 0
     """CPU threads; 0: cores divided by the nodes on this host."""
     max_model_len: int = 0
-    """0: what the model says."""
+    """Tokens of the context window; 0: what the model says."""
     kv_dtype: str = "auto"
     """Dtype of cached K and V. auto: the model's; fp8: e4m3 with a scale for each block and head."""
     layer_groups: int = 8
@@ -156,9 +156,9 @@ class ServerConfig:
     conductors: int = 1
     """Processes. Nodes attach to each, and clients may ask any of them."""
     http_port: int = 8000
-    """0: a free one, printed at start. Of several conductors the first one's; the others count up."""
+    """Port of the HTTP API; 0: a free one, printed at start. Of several conductors, the others count up."""
     grpc_port: int = 50051
-    """0: a free one. Counts up as `http_port`."""
+    """Port of the gRPC API; 0: a free one. Counts up as `http_port`."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """Certificates of HTTP and gRPC. With a `ca`, clients must show a certificate that it signed."""
     keys_file: str = ""
@@ -208,7 +208,7 @@ class NodesConfig:
     """How nodes reach the conductor, by a listener of their own; and their metrics' port."""
 
     attach_port: int = 0
-    """0: a free one. Counts up as `server.http_port`."""
+    """Port that nodes attach to; 0: a free one. Counts up as `server.http_port`."""
     metrics_port: int = 0
     """Port of each node on its host; 0: a free one."""
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -227,7 +227,7 @@ class TransferConfig:
     host: str = "127.0.0.1"
     """The address that this node's peers reach it by."""
     port: int = 0
-    """0: a free one."""
+    """Port that peers reach this node at; 0: a free one."""
     transports: tuple[str, ...] = ("shm", "tcp")
     """Allowed ones; the fastest that reaches a peer is used."""
     timeout_s: float = 20.0
@@ -373,7 +373,7 @@ class ClusterConfig:
     model: str = "smollm2"
     """A folder (safetensors and tokenizer), a .gguf file, a hub name, or smollm2."""
     served_model_name: str = ""
-    """Empty: the last part of `model`."""
+    """Name by which clients ask for the model; empty: the last part of `model`."""
     cache_dir: str = "~/.cache/conductor-cluster"
     trace_out: str = ""
     """A folder on each host for nodes' timelines, which Chrome and Perfetto show; empty: none."""
@@ -463,7 +463,7 @@ class NodeProcess:
     """Whether KV of weights of another format stands for this node's."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
-    """0: a free one."""
+    """Port of the metrics; 0: a free one."""
     trace_out: str = ""
     """A folder for a timeline, written at the end; empty: none is kept."""
     tracing: TracingConfig = field(default_factory=TracingConfig)

@@ -162,18 +162,18 @@ class PrefillTimes(NamedTuple):
 class Prefilled(NamedTuple):
     request_id: RequestId
     first_token: SampledToken | None
-    """None: a vector was wanted."""
+    """Token drawn at the end of the prompt; None: a vector was wanted."""
     finish_reason: FinishReason | None
     num_cached_tokens: int
     checksums: tuple[int, ...]
     """One for each block written, for each of `parts` in turn."""
     times: PrefillTimes
     parts: tuple[KvPart, ...] = ()
-    """None: the checksums are of whole blocks."""
+    """Parts of blocks that were written; None: the checksums are of whole blocks."""
     stays: bool = False
     """`Tokens` follow from the same node."""
     prompt_logprobs: PromptLogprobs | None = None
-    """None: none were wanted."""
+    """Log probabilities of the prompt; None: none were wanted."""
     embedding: bytes | None = None
     """float32 of the prompt's vector, little-endian; None: none was wanted."""
 
@@ -236,9 +236,9 @@ class ExpertLoad:
     busiest: float
     """Choices of a layer's busiest expert over the mean of its experts; the mean of all layers."""
     busiest_of_a_layer: float
-    """The same of the least even layer."""
+    """Choices of the busiest expert over the mean, in the least even layer."""
     busiest_rank: float
-    """The same of the ranks that share the experts, in the mean of all layers; each waits for its busiest."""
+    """Choices of the busiest of the ranks that share the experts over their mean; the mean of all layers."""
     ranks: tuple[float, ...]
     """Choices of each rank's experts over the mean of the ranks."""
 
@@ -271,7 +271,7 @@ class Heartbeat:
     step_budget_tokens: int = 0
     """Tokens of prompts that a step may have; 0: not said."""
     experts: ExpertLoad | None = None
-    """None: the model has none, or nobody chose one yet."""
+    """How evenly experts are chosen; None: the model has none, or nobody chose one yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,8 +389,8 @@ class NodeMetrics:
             ["peer", "transport"],
         )
         self.kvstore_blocks = gauge("kvstore_blocks", "KV blocks by place: free, cached, held", ["place"])
-        told = "Choices over the mean, of the last minutes: busiest_expert, busiest_rank, rank_0, ..."
-        self.expert_load = FunctionGauge("expert_load_ratio", told, ["of"], registry)
+        about = "Choices over the mean, of the last minutes: busiest_expert, busiest_rank, rank_0, ..."
+        self.expert_load = FunctionGauge("expert_load_ratio", about, ["of"], registry)
 
 
 class StoreMetrics:

@@ -86,7 +86,7 @@ class SamplingParams(NamedTuple):
 
     temperature: Annotated[float, SamplingField(0.0, 2.0, True)] = 1.0
     top_k: Annotated[int, SamplingField(-1, 1 << 31, True)] = 0
-    """0: all tokens. A client's -1 is 0."""
+    """Number of likeliest tokens to draw from; 0: all tokens. A client's -1 is 0."""
     # Zero would leave no token to choose.
     top_p: Annotated[float, SamplingField(1e-9, 1.0, True)] = 1.0
     min_p: Annotated[float, SamplingField(0.0, 1.0, True)] = 0.0
@@ -96,7 +96,7 @@ class SamplingParams(NamedTuple):
     seed: Annotated[int, SamplingField(-(1 << 63), SEED_RANGE - 1)] = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
-    """None: any text will do."""
+    """Grammar that the text follows; None: any text will do."""
 
 
 SAMPLING_FIELDS: dict[str, SamplingField] = {
@@ -135,7 +135,7 @@ class Request(NamedTuple):
     sampling: SamplingParams
     stop: StopParams
     num_logprobs: int | None = None
-    """None: no logprobs. 0: the sampled token's alone."""
+    """Likely tokens shown beside each; None: no logprobs, 0: the sampled token's alone."""
     slo: Slo = Slo()
     priority: int = 0
     """Higher goes first; 0 is normal."""
@@ -146,7 +146,7 @@ class Request(NamedTuple):
     traceparent: str = ""
     """W3C's: the span that this request is part of. Empty: nobody traces it."""
     num_prompt_logprobs: int | None = None
-    """None: no logprobs of the prompt. 0: those of its tokens alone."""
+    """Likely tokens shown beside each of the prompt's; None: no logprobs of it. 0: its own tokens' alone."""
     pooling: Pooling | None = None
     """The vector that is wanted of the prompt, in place of tokens; None: tokens are."""
     frontend_s: float = 0.0

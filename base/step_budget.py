@@ -19,7 +19,7 @@ into that. Where nobody decodes nothing is due, and a step takes what memory all
   WORTHWHILE times that is not begun, nor one up to five times as long that PATIENCE_STEPS steps would save
   for: the bounds on mean gaps save until it is longer (`BudgetedStep.num_passed`).
 * Prompts that were passed over for STARVED_STEPS steps get such a chunk whatever is due: bounds that never
-  leave room hold a prompt up, but not for ever, and lose 1/STARVED_STEPS of a chunk's seconds in the mean.
+  leave any hold a prompt up, but not for ever, and lose 1/STARVED_STEPS of a chunk's seconds in the mean.
 
 The engine's scheduler and replay's engine ask here, each with its own account of who decodes. Pure.
 """
@@ -35,7 +35,7 @@ TARGET_GAP_S = 0.05
 """Longest gap of a sequence that names no bound."""
 
 TARGET_STEPS = 2.0
-"""The same in steps without prompts, where those are long."""
+"""Longest gap of a sequence that names no bound, in steps without prompts, where those are long."""
 
 KEPT_MEAN = 0.95
 """Share of a bound on the mean gap that is used: the client's clock has the network's delays too."""
@@ -67,7 +67,7 @@ class DecodeLoad(NamedTuple):
     mean_left_s: float = inf
     """Seconds until the first of their tokens is due by a bound on the mean gap; negative: it was."""
     longest_left_s: float = inf
-    """The same by bounds on the longest gap, and by the target of those that name no bound."""
+    """Seconds until the first is due by a bound on the longest gap, or by the target where none is named."""
     saving_s: float = 0.0
     """Seconds that each step without prompts adds to the first; not more than 0: waiting is of no use."""
 
@@ -105,12 +105,12 @@ class BudgetedStep:
         "_new_tokens",
         "_starves_in",
         "num_passed",
-        "room",
+        "tokens_left",
     )
 
     def __init__(
         self,
-        room: int,
+        tokens_left: int,
         cost: StepCost | None = None,
         load: DecodeLoad = NOBODY_DECODES,
         num_starved: int = 0,
@@ -119,12 +119,12 @@ class BudgetedStep:
         """Begin with nothing taken.
 
         Args:
-            room: Tokens of prompts at most, whoever decodes.
-            cost: Predicts; None: nothing is known, and `room` alone bounds.
+            tokens_left: Tokens of prompts at most, whoever decodes.
+            cost: Predicts; None: nothing is known, and `tokens_left` alone bounds.
             num_starved: Steps before this one in which prompts waited and none was given anything.
             chunk_ratio: What predictions of steps with chunks are multiplied with.
         """
-        self.room = room
+        self.tokens_left = tokens_left
         self.num_passed = 0
         """Steps, this one included, that go by before it is worth asking again; 0: nobody was passed over."""
         self._cost = cost if load.batch else None
@@ -139,18 +139,18 @@ class BudgetedStep:
     @property
     def is_full(self) -> bool:
         """Whether no prompt gets any more of it."""
-        return self._is_full or self.room <= 0
+        return self._is_full or self.tokens_left <= 0
 
     def take(self, wanted: int, prefix: int, weight: int = 1) -> int:
         """Take up to `wanted` tokens for a prompt of which `prefix` are computed; return how many.
 
-        `weight`: tokens of room that each takes.
+        `weight`: tokens of the step's that each takes.
         """
         if self.is_full or wanted <= 0:
             return 0
-        most = min(wanted, max(1, self.room // weight))
+        most = min(wanted, max(1, self.tokens_left // weight))
         tokens = most if self._cost is None else self._fitting(self._cost, most, prefix)
-        self.room -= tokens * weight
+        self.tokens_left -= tokens * weight
         if tokens:
             self.num_passed = 0
             self._new_tokens += tokens

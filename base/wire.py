@@ -243,7 +243,7 @@ _FROM_NODE: dict[type, tuple[str, Codec[Any]]] = {
     Tokens: ("tokens", Codec(_pack_tokens, _unpack_tokens)),
     Failed: ("failed", message_of(Failed)),
 }
-"""The same for NodeMessage: failures come last, because tokens made before them count."""
+"""Codecs of a NodeMessage by type: failures come last, because tokens made before them count."""
 
 _REGISTER = message_of(NodeInfo, _check_node, roles=enums_of(Role, "register.roles"), peer=PEER)
 _STEP_COST = message_of(StepCost, StepCost.check, step_tokens=TUPLE)
@@ -258,7 +258,7 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
     message = pb.ConductorMessage(heartbeat=heartbeat)
     for item in items:
         if isinstance(item, TellBlocks):
-            message.tell_blocks = True
+            message.wants_snapshot = True
         else:
             field, codec = _TO_NODE[type(item)]
             getattr(message, field).add(**codec.pack(item))

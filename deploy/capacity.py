@@ -43,7 +43,7 @@ LEVEL_BYTES = {"int8": 1, "int4": 1, "fp8": 4}
 """Bytes that a quantised weight has there: 4 bits are widened, 8-bit floats are computed in float32."""
 
 STORED_BYTES = {"I8": 1, "U8": 1, "I32": 8, "F8_E4M3": 4}
-"""The same for a number of a published file; 32 bits are 8 levels at most."""
+"""Bytes that a number of a published file has there; 32 bits are 8 levels at most."""
 
 EXPERT = ".experts."
 """Part of the names of experts' weights, whose 8-bit floats stay levels on a CPU too."""

@@ -92,10 +92,10 @@ class HeldProcess:
     def is_stopped(self) -> bool:
         """Return whether the process is stopped: by a signal, or by who traces it."""
         try:
-            told = Path(f"/proc/{self.pid}/stat").read_text()
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:  # it has ended
             return False
-        return told.rpartition(")")[2].split()[0] in "Tt"
+        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     def ask(self) -> None:
         """Ask the process's event loop whether it goes round."""

@@ -39,7 +39,7 @@ PLACEMENT_TIMEOUT_S = 60.0
 """The longest that a local Ray may take to start an actor."""
 
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
-"""The same in a cluster, whose autoscaler may first have to start hosts for it."""
+"""The longest that a cluster may take to start an actor: its autoscaler may have to start hosts first."""
 
 DRAIN_CALL_S = 5.0
 """Seconds that a drain may take beyond its grace, to kill what did not end."""

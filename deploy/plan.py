@@ -67,7 +67,7 @@ class Resources:
     on_head: bool = False
     """Whether the process runs on the cluster's head node and no other."""
     together: Together | None = None
-    """None: it shares its host with whoever is there."""
+    """Processes that share its host; None: whoever is there."""
 
     def by_name(self) -> dict[str, float]:
         """Return the amounts, by Ray's names."""

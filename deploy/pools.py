@@ -29,7 +29,7 @@ AT_ONCE = max(2, (os.cpu_count() or 1) // 2)
 """Nodes that start at a time on one host: each imports and loads on a processor of its own."""
 
 AT_ONCE_JOINED = 32
-"""The same in a Ray of several hosts, which has no more start on one than it has processors for."""
+"""Nodes that start at a time in a Ray of several hosts, where processors bound how many start on one."""
 
 POOLS = ("prefill", "decode")
 

@@ -64,16 +64,16 @@ class Recent:
     def look(self, address: str) -> dict[str, Any]:
         """Ask for the rows that are new; return the answer."""
         name = "hour" if self._next is None else f"hour.{self._next}"
-        told: dict[str, Any] = read_json(address, f"/v1/page/{name}")
-        if told["first"] != self._next:
+        answer: dict[str, Any] = read_json(address, f"/v1/page/{name}")
+        if answer["first"] != self._next:
             self.columns = {}
-        self._next = told["next"]
-        numbers = array("f", base64.b64decode(told["rows"]))
-        many = max(1, SHOWN_S // told["step_s"])
-        for place, series in enumerate(told["names"]):
+        self._next = answer["next"]
+        numbers = array("f", base64.b64decode(answer["rows"]))
+        many = max(1, SHOWN_S // answer["step_s"])
+        for place, series in enumerate(answer["names"]):
             column = self.columns.setdefault(series, deque(maxlen=many))
-            column.extend(numbers[place :: len(told["names"])])
-        return told
+            column.extend(numbers[place :: len(answer["names"])])
+        return answer
 
 
 def top(

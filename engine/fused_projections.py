@@ -35,7 +35,7 @@ from engine.shared_product import SHARED_INPUTS
 GROUPS = SHARED_INPUTS
 
 LAST_GROUPS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""The same for a last layer that computes K and V of more tokens than anything else."""
+"""Projections that share an input in a last layer, where K and V are of more tokens than the rest."""
 
 WIDE = 100_000
 """Number of columns from which the kernel for few rows beats cuBLAS with more than one row: output heads."""

@@ -159,7 +159,7 @@ class Scheduler:
         entries = self._entries(step)
         if not entries:
             # Nobody decodes after all: who was to has no blocks.
-            step = BudgetedStep(self._room())
+            step = BudgetedStep(self._most_prompt_tokens())
             entries = self._entries(step)
         for sequence in () if entries else self._admit_first():
             entries.append(self._entry(sequence, self._share(sequence, step)))
@@ -300,13 +300,13 @@ class Scheduler:
     def _budgeted_step(self, now_s: float) -> BudgetedStep:
         """Return the next step as it is before any prompt has taken of it."""
         everybody = (*self._running, *self._waiting)
-        cost, room = self.step_cost, self._room()
+        cost, most = self.step_cost, self._most_prompt_tokens()
         if cost is None or not any(sequence.num_plannable_tokens > 1 for sequence in everybody):
-            return BudgetedStep(room)
+            return BudgetedStep(most)
         load = decode_load(everybody, cost, self.correction, now_s)
-        return BudgetedStep(room, cost, load, self._num_starved, self.correction.ratio(True))
+        return BudgetedStep(most, cost, load, self._num_starved, self.correction.ratio(True))
 
-    def _room(self) -> int:
+    def _most_prompt_tokens(self) -> int:
         """Return how many tokens of prompts the next step has memory for.
 
         Together with the sequences one token behind: `chunk_tokens`, because a GPU pads to few lengths."""

@@ -29,11 +29,12 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 wrong one is near 1."""
 
 LEVEL_TOLERANCE = 1e-2
-"""The same with weights of few bits, where that is more. Activations of 16 bits turn the last bit of a float
-into a level, which makes 4e-4. Rows of 8-bit floats would make 4e-2, and are not rounded here."""
+"""Error that passes with weights of few bits, where that is more. Activations of 16 bits turn the last bit of
+a float into a level, which makes 4e-4. Rows of 8-bit floats would make 4e-2, and are not rounded here."""
 
 SCALED_TOLERANCE = 0.7
-"""The same of KV in 8 bits. 32 layers of random weights make 0.35 of the 0.04 that attention is off by."""
+"""Error that passes with KV in 8 bits. 32 layers of random weights make 0.35 of the 0.04 that attention is
+off by."""
 
 
 def eager_logits(model: PagedModel) -> torch.Tensor:

@@ -33,7 +33,7 @@ class Swap:
     """Blocks that move out may be more than slots: the last ones have no content yet."""
     slots: tuple[int, ...]
     is_out: bool
-    """True: from the device to host memory; False: back."""
+    """Whether blocks move from the device to host memory, and not back."""
 
 
 class SwapSpace:

@@ -122,8 +122,8 @@ class Admission(Generic[Block]):
         )
         self._blocks = 0
         if sum(self._returns) + self._lost >= ENOUGH:
-            room = self._blocks_per_request * self._worth_keeping()
-            self.share = min(1.0, capacity / room) if room else 1.0
+            wanted = self._blocks_per_request * self._worth_keeping()
+            self.share = min(1.0, capacity / wanted) if wanted else 1.0
             if not math.isinf(capacity):
                 self.patience = self._median_return()
                 self.credits = MAX_CREDITS if stay <= HORIZON else 1

@@ -41,9 +41,9 @@ from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment
 
 GROUP_BYTES = 32 << 20
-"""Moved while the group before it is compared with its checksums."""
+"""Bytes moved while the group before it is compared with its checksums."""
 DEVICE_GROUP_BYTES = 128 << 20
-"""The same where a device takes the sums: 40 GB/s, and 34 in groups of 32 MiB (one H200, 2026-11-21)."""
+"""Bytes of a group whose sums a device takes: 40 GB/s, and 34 in groups of 32 MiB (one H200, 2026-11-21)."""
 GROUPS_UNDER_WAY = 3
 """One alone leaves the link idle while it is planned and reported: 21 GB/s of 55 (one H200, 2026-11-21)."""
 Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
@@ -328,17 +328,17 @@ class BlockCache:
         offsets = offsets[: len(grant.offsets)]
         group_bytes = GROUP_BYTES if landing.sums is None else DEVICE_GROUP_BYTES
         group = max(1, group_bytes // grant.length)
-        room = asyncio.Semaphore(GROUPS_UNDER_WAY)
+        permits = asyncio.Semaphore(GROUPS_UNDER_WAY)
 
         async def num_right(at: int) -> int:
             here = offsets[at : at + group]
             pieces = pieces_of(landing.into, here, grant.offsets[at : at + group], grant.length)
             expected = leased.checksums[at : at + group]
             if landing.sums is None:
-                async with room:
+                async with permits:
                     found = await self._agent.read_summed(member.peer, grant, pieces)
                 return _num_right(found, expected)
-            async with room:
+            async with permits:
                 await self._agent.read(member.peer, grant, pieces)
             return _num_right(await landing.sums(here), expected)
 
@@ -354,7 +354,7 @@ class BlockCache:
     ) -> None:
         unit = grant.length // sum(stripes.shares)
         sources, targets = np.array(grant.offsets, np.int64), np.array(offsets, np.int64)
-        room = asyncio.Semaphore(STRIPES_UNDER_WAY)
+        permits = asyncio.Semaphore(STRIPES_UNDER_WAY)
 
         begins = list(accumulate(stripes.shares, initial=0))
         has_arrived, num_reported = [False] * len(stripes.shares), 0
@@ -362,7 +362,7 @@ class BlockCache:
         async def read(number: int) -> None:
             nonlocal num_reported
             at, size = unit * begins[number], unit * stripes.shares[number]
-            async with room:
+            async with permits:
                 pieces = pieces_of(landing.into, targets + at, sources + at, size)
                 await self._agent.read(member.peer, grant, pieces)
             has_arrived[number] = True

@@ -7,7 +7,7 @@
 
 The paper's context-caching API. A program that is no node of the cluster names a prompt by
 its token ids; the tenant's salt is in the root of the hash chain, so no tenant finds, reads
-or deletes what another stored, and none can tell whether it is there.
+or deletes what another stored, and none can find out whether it is there.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ WRITE_TIMEOUT_S = 1.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 BLOCK_LIFE_S = 3600.0
-"""Then a block that nobody published again is forgotten; all is published again in half."""
+"""Time after which a block that nobody published again is forgotten; all is published again in half."""
 MAX_OUTBOX = 65_536
 """Changes that wait for Redis; beyond, all that is held is published again instead."""
 MAX_VIEW = 1 << 18

@@ -43,7 +43,7 @@ class PeerHolds:
         self._max_blocks = max(MIN_BLOCKS, int(num_blocks * SHARE))
         self._tickets: defaultdict[str, dict[tuple[TicketKind, int], _PeerTicket]] = defaultdict(dict)
 
-    def room(self, peer: str) -> int:
+    def num_free(self, peer: str) -> int:
         """Return how many more blocks `peer` may have; raises CapacityError if it may have no ticket more."""
         self._forget_ended()
         tickets = self._tickets.get(peer, {})

@@ -79,7 +79,7 @@ class Lease:
     lease_id: int
     records: tuple[Record, ...]
     expires_at_s: float
-    """Infinity: a hard pin."""
+    """End of the lease; infinity: a hard pin."""
 
     @property
     def block_ids(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The bytes in front of a block on disk: what it is, and how to tell that it is whole.
+"""The bytes in front of a block on disk: what it is, and how to see that it is whole.
 
     magic 8 | version 4 | header length 4 | block hash 16 | payload length 8 |
     sequence 8 | the block's checksum 8 | xxh3-64 of the payload 8 | crc32 of all before 4 |

@@ -28,7 +28,7 @@ from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_serv
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SOFT_PIN_S = 24 * 3600.0
-"""Also of a pin that names no time: who asked for it may be gone for ever."""
+"""Longest pin, and that of one that names no time: who asked for it may be gone for ever."""
 
 
 class StoreService(KvStoreServicer):
@@ -50,7 +50,7 @@ class StoreService(KvStoreServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         chain, peer = chain_from(request.hashes), _peer(context)
         known = self._store.pool.match(chain)
-        chain = chain[: known + _some(self._holds.room(peer))]
+        chain = chain[: known + _some(self._holds.num_free(peer))]
         reserved = self._store.reserve(chain, request.tenant)
         if reserved.grant is not None:
             self._holds.add(peer, (TicketKind.PUT, reserved.ticket), len(reserved.missing), PUT_S)
@@ -68,7 +68,7 @@ class StoreService(KvStoreServicer):
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:  # noqa: N802
         peer = _peer(context)
-        self._holds.room(peer)
+        self._holds.num_free(peer)
         leased = await self._store.lease(chain_from(request.hashes), request.first)
         if leased.grant is not None:
             self._holds.add(peer, (TicketKind.READ, leased.ticket), 0, LEASE_S)
@@ -83,7 +83,7 @@ class StoreService(KvStoreServicer):
         if not math.isfinite(request.seconds) or not 0 <= request.seconds <= MAX_SOFT_PIN_S:
             raise InvalidRequestError(f"seconds: between 0 and {MAX_SOFT_PIN_S:.0f}", "seconds")
         peer, seconds = _peer(context), request.seconds or MAX_SOFT_PIN_S
-        chain = chain_from(request.hashes)[: _some(self._holds.room(peer))]
+        chain = chain_from(request.hashes)[: _some(self._holds.num_free(peer))]
         pinned = await self._store.pin(chain, seconds)
         self._holds.add(peer, (TicketKind.READ, pinned.ticket), pinned.num_blocks, seconds)
         return pb.PinResponse(ticket=pinned.ticket, num_blocks=pinned.num_blocks)
@@ -106,11 +106,11 @@ def admit_nodes(method: str, context: Context) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _some(room: int) -> int:
-    """Return the room of a peer that is to be given some; raises CapacityError where it has none."""
-    if room <= 0:
+def _some(num_free: int) -> int:
+    """Return the blocks that a peer may still have; raises CapacityError where it may have none."""
+    if num_free <= 0:
         raise CapacityError("this host has as much of the pool as one may: end reservations or pins first")
-    return room
+    return num_free
 
 
 def _peer(context: Context) -> str:

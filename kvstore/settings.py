@@ -45,9 +45,9 @@ class StoreProcess:
     host: str = "127.0.0.1"
     """The address to listen on; beyond loopback it takes `tls`, or `insecure`."""
     port: int = 0
-    """0: a free one, printed at start."""
+    """Port to listen on; 0: a free one, printed at start."""
     redis_url: str = ""
-    """Empty: found by `peers` alone."""
+    """Directory that stores share; empty: they are found by `peers` alone."""
     peers: tuple[str, ...] = ()
     """Addresses of all stores, where there is no Redis; our own may be among them."""
     conductor_addresses: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
 
 
 def main() -> int:
-    """Return the exit status. What cannot be served is rank 0's to tell."""
+    """Return the exit status. What cannot be served is rank 0's to report."""
     spec, group, pipe = join_ranks()
     configure(f"{spec['node']['node_id']}/{group.world.rank}")
     try:

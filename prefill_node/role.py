@@ -123,7 +123,7 @@ class PrefillRole:
         )
 
     async def _go_on(self, work: Work, done: _Computed) -> None:
-        """Tell of a sequence that stays until it ends, and release it."""
+        """Send the tokens of a sequence that stays until it ends, and release it."""
         sequence = done.sequence
         try:
             self._send_prefilled(work, done)

@@ -29,6 +29,10 @@ PACKAGES = (
 READ_TOO = ("bench/faults",)
 """Folders whose docstrings are held to the same rules, and whose classes are no part of the product."""
 
+TEXTS = (".py", ".js", ".html", ".proto", ".yaml", ".md")
+PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "SECURITY.md", "RELIABILITY.md", "docs", "protos")
+TELLING = re.compile(r"(?<![a-z])(told|tells?|telling)(?![a-z])", re.IGNORECASE)
+"""Words for what has one of its own: return, notify, log, send, report; `distinguish` for to tell apart."""
 MAX_FIRST_SENTENCE_WORDS = 25
 BANNED_WORDS = re.compile(r"\b(told|tells|passages?|used to|no longer|formerly)\b", re.IGNORECASE)
 PREPOSITIONS = """
@@ -42,6 +46,10 @@ PRONOUNS = """
     this that these those who whom whose what which whatever whichever whoever itself themselves
 """
 BANNED_OPENERS = frozenset((PREPOSITIONS + PRONOUNS).split())
+NEEDS_THE_LINE_ABOVE = re.compile(
+    r"(The same|Also|Then|Likewise|More of|Empty where|(?:Empty|None|True|False|Infinity|0)(?=[:,]))\b"
+)
+"""Openers that say what a value means, or does too, and not what it is."""
 
 
 class Docstring(NamedTuple):
@@ -94,6 +102,8 @@ def faults_of(text: str) -> list[str]:
     found = []
     if opener and opener.group().lower() in BANNED_OPENERS:
         found.append(f"begins with {opener.group()!r}")
+    if dependent := NEEDS_THE_LINE_ABOVE.match(text):
+        found.append(f"begins with {dependent.group()!r}")
     if num_words > MAX_FIRST_SENTENCE_WORDS:
         found.append(f"its first sentence has {num_words} words")
     if banned:
@@ -116,6 +126,38 @@ def test_a_class_name_stands_for_one_class() -> None:
     assert not twice, "two classes have one name:\n" + "\n".join(twice)
 
 
+def lines_with(pattern: re.Pattern[str], roots: tuple[str, ...]) -> list[str]:
+    """Return the lines that a pattern is found in, each with its place; what a program wrote is left out."""
+    files = [
+        file
+        for root in map(ROOT.joinpath, roots)
+        for file in ([root] if root.is_file() else sorted(root.rglob("*")))
+        if file.suffix in TEXTS and "_pb2" not in file.name
+    ]
+    return [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def test_nothing_tells_what_it_returns_notifies_logs_or_sends() -> None:
+    found = lines_with(TELLING, (*PACKAGES, *PAGES))
+    assert not found, "\n".join(found)
+
+
+def test_no_queue_or_capacity_is_called_a_room() -> None:
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in clean_files()
+        for node in ast.walk(tree)
+        if "room" in (getattr(node, "id", ""), getattr(node, "arg", ""), getattr(node, "attr", ""))
+        or (isinstance(node, ast.FunctionDef) and node.name.strip("_") == "room")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_docstrings_are_read_without_the_line_above() -> None:
     faulty = [
         f"{name}:{line}: {owner}: {fault}: {first_sentence(text)[:80]}"
@@ -132,6 +174,8 @@ def test_docstrings_are_read_without_the_line_above() -> None:
         ("Of it, from then on.", "begins with 'Of'"),
         ("Its own share.\n\nThe rest is the pool's.", "begins with 'Its'"),
         ("One " * 26 + "end. Short.", "its first sentence has 27 words"),
+        ("The same for nodes.", "begins with 'The same'"),
+        ("Empty: none is kept.", "begins with 'Empty'"),
         ("The number that a node told.", "says 'told'"),
         ("The lease. It used to be longer.", "says 'used to'"),
     ],

@@ -212,8 +212,8 @@ def require_allowed(allowed: Ranges, pieces: Pieces) -> None:
         our_bits, length_bits, peer_bits = np.bitwise_or.reduce(numbers, axis=1).tolist()
         pieces.bits = our_bits | length_bits | peer_bits
         # No number is larger than all their bits, and those of a negative one are negative.
-        room = num_bytes - length
-        is_inside = our_bits >= 0 and (our_bits <= room or int(np.maximum.reduce(numbers[0])) <= room)
+        last = num_bytes - length
+        is_inside = our_bits >= 0 and (our_bits <= last or int(np.maximum.reduce(numbers[0])) <= last)
         is_allowed = allowed.covers_equal(numbers[2], length, peer_bits)
     else:
         ours, lengths, theirs = numbers

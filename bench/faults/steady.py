@@ -76,7 +76,7 @@ class Window:
     dead_at_s: float = 0.0
     """The moment until which requests may have gone to a process that was killed; 0: none was."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Other figures of this fault."""
+    """Figures of this fault alone."""
 
     @property
     def failed_in_progress(self) -> int:

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     """A part of one answer, sent as one event."""
 
     text: str
-    """Empty where the text is held back, or there is none."""
+    """New text; empty where it is held back, or there is none."""
     tokens: tuple[SampledToken, ...]
     """The piece's tokens, with those that end the answer, whose text is left out."""
     finish_reason: FinishReason | None

@@ -70,7 +70,7 @@ NEUTRAL_TOO: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "skip_special_tokens": (True,),
 }
-"""More of them, of one field each: what is done anyway."""
+"""Values of one field each that ask for what is done anyway."""
 
 FOR_NOBODY = ("stream_options", "request_id")
 """Fields of another API's that change no answer: usage is in every stream, and a header names a request."""

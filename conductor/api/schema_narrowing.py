@@ -197,7 +197,7 @@ class _Narrowing:
             if all(item is not None for item in others):
                 ways.append(_all_of(branch, *(item for item in others if item is not None)))
         if not ways:
-            raise CannotNarrowError("oneOf: no branch can be told from the others")
+            raise CannotNarrowError("oneOf: no branch can be distinguished from the others")
         return _with(schema, {"anyOf": ways})
 
     def _complement_or_none(self, schema: Schema) -> Schema | None:

@@ -36,7 +36,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    """None: the model is no chat model, and chat requests are refused."""
+    """Maker of prompts of conversations; None: the model is no chat model, and chat requests are refused."""
     max_model_len: int
     """Tokens of prompt and answer together."""
     vocab_size: int

@@ -58,7 +58,7 @@ class Listening:
     http_port: int
     grpc_port: int
     attach_port: int
-    """0: no nodes are listened for."""
+    """Port that nodes attach to; 0: no nodes are listened for."""
     health: Health
     """The gRPC health, to be refreshed when `TokenGenerator.is_ready` changes."""
 

@@ -22,7 +22,7 @@ SLICE_CHARS = 16_384
 MAX_PIECE_CHARS = 32_768
 """The most of a text without a place to cut it: no words, nor anything else that has a meaning."""
 MAX_PIECE_BYTES = 65_536
-"""The same where characters are wide: a tokenizer takes 150 bytes for each byte of a piece."""
+"""Most bytes of a text without a place to cut it: a tokenizer takes 150 bytes for each byte of a piece."""
 MIN_CHARS = 256
 """The least that is cut into pieces."""
 

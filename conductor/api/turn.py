@@ -66,7 +66,7 @@ class ChatTurn:
 
     token_ids: tuple[int, ...]
     form: Form | None
-    """None: the answer is text and no more."""
+    """How the answer is taken apart; None: it is text and no more."""
     tools: Tools
     reasoning: Reasoning
     is_thinking: bool

@@ -98,7 +98,7 @@ def bare_node(
 def require_same_kv(info: NodeInfo, others: Iterable[NodeInfo], block_size: int) -> None:
     """Raise StaleError if a node's KV cannot be exchanged with that of others.
 
-    A node without roles has blocks of any model: their names tell models and layouts apart.
+    A node without roles has blocks of any model: their names distinguish models and layouts.
     """
     if not info.roles:
         return

@@ -41,7 +41,7 @@ class ClusterOptions:
 
     prefill_nodes: int
     decode_nodes: int
-    """0: every node has both roles, those of `prefill_nodes`."""
+    """Number of nodes that decode; 0: every node has both roles, those of `prefill_nodes`."""
     block_size: int
     policy: str = "global"
     """The name of the policy; of those of replay alone, `random` has no settings."""

@@ -69,7 +69,7 @@ class Flow:
     arguments: tuple[Any, ...] = ()
     moved_at_s: float = 0.0
     lane: FlowLane | None = None
-    """None: it has not begun, or has ended."""
+    """Lane that carries the flow; None: it has not begun, or has ended."""
     ends_at_count: float = inf
     """The bytes that its lane has counted when its last one arrives; infinity: it has its limit."""
     version: int = 0

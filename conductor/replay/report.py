@@ -163,8 +163,8 @@ def to_table(runs: Sequence[Report]) -> str:
 def table_rows(runs: Sequence[Report]) -> list[list[str]]:
     """Return the heads and one row a run, without columns that say nothing."""
     rows = [[head for head, _, _ in COLUMNS], *([_cell(run, column) for column in COLUMNS] for run in runs)]
-    told = [at for at in range(len(COLUMNS)) if any(row[at] != "-" for row in rows[1:])]
-    return [[row[at] for at in told] for row in rows]
+    shown = [at for at in range(len(COLUMNS)) if any(row[at] != "-" for row in rows[1:])]
+    return [[row[at] for at in shown] for row in rows]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

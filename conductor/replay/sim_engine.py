@@ -298,7 +298,7 @@ class SimEngine:
             self._chunks.append((request, request.num_tokens - request.computed_tokens))
             return
         step = self._budgeted_step(now_s)
-        self._budget = step.room
+        self._budget = step.tokens_left
         for request in self._prompts:
             self._take_chunk(request, step)
         while self._queue and not step.is_full:
@@ -324,12 +324,12 @@ class SimEngine:
             if request.num_tokens - request.computed_tokens == 1:
                 batch += 1
                 context_tokens += request.computed_tokens
-        room = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
+        most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
         if not batch or self._budget_cost is None:
-            return BudgetedStep(room)
+            return BudgetedStep(most)
         empty_s = self._cost.decode_step_s(batch, context_tokens)
         load = DecodeLoad(batch, context_tokens, *self._slack.left_s(self._step, empty_s, now_s))
-        return BudgetedStep(room, self._budget_cost, load, self._num_starved)
+        return BudgetedStep(most, self._budget_cost, load, self._num_starved)
 
     def _let_in(self, now_s: float) -> SimRequest:
         request = self._queue.popleft()

@@ -26,7 +26,7 @@ class BatchSlack:
         """Heaps of (due at step 0, number of its join, sequence), by bound on the mean gap."""
         self._longest: dict[float, int] = {}
         """How many of the batch have each bound on the longest gap."""
-        self._num_untold = 0
+        self._num_unbounded = 0
         """How many of the batch name no bound, or have lost their only one."""
         self._joined_by_s = inf
         """When the first of those that join in this step is due, by a bound on the longest gap."""
@@ -38,7 +38,7 @@ class BatchSlack:
             self._longest[bounds.longest_s] = self._longest.get(bounds.longest_s, 0) + 1
             self._joined_by_s = min(self._joined_by_s, request.token_at_s + KEPT_LONGEST * bounds.longest_s)
         if bounds.mean_s == inf or request.is_mean_lost:
-            self._num_untold += bounds.longest_s == inf
+            self._num_unbounded += bounds.longest_s == inf
             return
         first_step = step - (request.tokens_left - 1 - request.steps_left)
         due_s = request.prefilled_at_s + KEPT_MEAN * bounds.mean_s * (1 - first_step)
@@ -52,7 +52,7 @@ class BatchSlack:
             if not self._longest[bounds.longest_s]:
                 del self._longest[bounds.longest_s]
         elif bounds.mean_s == inf or request.is_mean_lost:
-            self._num_untold -= 1
+            self._num_unbounded -= 1
 
     def stepped(self) -> None:
         """Note that those who joined have had a step."""
@@ -68,11 +68,11 @@ class BatchSlack:
                 mean_left_s, saving_s = due_s - now_s, KEPT_MEAN * mean_s - empty_s
                 break
             request.is_mean_lost = True
-            self._num_untold += request.gap_bounds.longest_s == inf
+            self._num_unbounded += request.gap_bounds.longest_s == inf
         longest_left_s = self._joined_by_s - now_s
         if self._longest:
             longest_left_s = min(longest_left_s, KEPT_LONGEST * min(self._longest))
-        if self._num_untold:
+        if self._num_unbounded:
             longest_left_s = min(longest_left_s, target_gap_s(empty_s))
         return mean_left_s, longest_left_s, saving_s
 

@@ -80,7 +80,7 @@ class AttachService:
         """
         now_s = asyncio.get_running_loop().time()
         overdue = [stream for stream in self.streams if stream.is_overdue(now_s)]
-        error = TimeoutError(f"told nothing for {self.lease.lease_s} s")
+        error = TimeoutError(f"sent nothing for {self.lease.lease_s} s")
         self.membership.leave([each.session for each in overdue if each.session is not None], str(error))
         for stream in overdue:
             stream.give_up(error)

@@ -76,9 +76,9 @@ class Fullest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the rows as `Ring.to_json` does, with the name of each row's node."""
-        told = self._ring.to_json()
+        rows = self._ring.to_json()
         kept = len(self._nodes)
-        return {**told, "nodes": [self._nodes[row % kept] for row in range(told["first"], told["next"])]}
+        return {**rows, "nodes": [self._nodes[row % kept] for row in range(rows["first"], rows["next"])]}
 
 
 def _meant(came: int, prefill: int, decode: int, speed: int) -> tuple[int, ...]:

@@ -124,10 +124,10 @@ class Replays:
             await process.wait()
         if process.returncode:
             raise InvalidRequestError(_problem(problem, process.returncode, trace), "trace")
-        told = json.loads(said)
+        answer = json.loads(said)
         html = page.read_text() if page.stat().st_size <= MAX_PAGE_BYTES else ""
-        told |= {"report": told["runs"][0], "nodes": nodes, "slow_nodes": dict(slow), "html": html}
-        return {key: told[key] for key in ("nodes", "slow_nodes", "trace", "report", "html")}
+        answer |= {"report": answer["runs"][0], "nodes": nodes, "slow_nodes": dict(slow), "html": html}
+        return {key: answer[key] for key in ("nodes", "slow_nodes", "trace", "report", "html")}
 
 
 def paces_of(view: ClusterView) -> dict[str, list[float]]:
@@ -173,7 +173,7 @@ def _bound(pid: int) -> None:
 def _problem(said: bytes, status: int, trace: Path) -> str:
     """Return the last words of a command that failed, without the folder of its file."""
     lines = said.decode(errors="replace").replace(f"{trace.parent}/", "").strip().splitlines()
-    # Without memory left not even an exception is always told to its end.
+    # Without memory left not even an exception is always printed to its end.
     if status < 0 or not lines or any(each in said for each in (b"MemoryError", b"Exception ignored in")):
         return f"the replay needs more than {MEMORY_BYTES >> 30} GiB or {CPU_S} s: send less"
     return lines[-1].removeprefix("conductor replay: ").rpartition("error: ")[2][:400]

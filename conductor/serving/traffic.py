@@ -1,7 +1,7 @@
 """The traffic of the last hour as a trace, for "what if": when requests came, their lengths, their blocks.
 
 A request is kept when it is over, as some hundred bytes: its arrival, tokens, priority, how it was served,
-and the first eight bytes of each block's hash, which tell blocks apart well enough to simulate their cache.
+and the first eight bytes of each block's hash, which distinguish blocks well enough to simulate their cache.
 All together take `MAX_BYTES` at most; where an hour has more the oldest go. No text and no token is kept.
 
 `measured` is the report of how these requests were served, in the figures that replay reports of the very

@@ -44,11 +44,11 @@ def decode_parts(
         sequence, -1 where there is none; then for each sequence its number of parts, and its first.
     """
     num_seqs = context_lens.shape[0]
-    room = num_items(num_seqs, num_kv_heads, programs)
-    parts = context_lens.new_empty(room + 2 * num_seqs)
+    num_places = num_items(num_seqs, num_kv_heads, programs)
+    parts = context_lens.new_empty(num_places + 2 * num_seqs)
     _cut[(1,)](
-        context_lens, parts, num_seqs, room, LEAST_TOKENS,
-        SEQS_PAD=max(2, triton.next_power_of_2(num_seqs)), ITEMS_PAD=triton.next_power_of_2(room),
+        context_lens, parts, num_seqs, num_places, LEAST_TOKENS,
+        SEQS_PAD=max(2, triton.next_power_of_2(num_seqs)), ITEMS_PAD=triton.next_power_of_2(num_places),
     )  # fmt: skip
     return parts
 

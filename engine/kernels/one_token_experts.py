@@ -18,7 +18,7 @@ COLUMNS, STEP = 2, 2048
 """Rows of gate and of up that a program reads, and numbers of a row at a time."""
 
 DOWN_COLUMNS, DOWN_STEP = 2, 256
-"""The same of down, of each expert."""
+"""Rows of down that a program reads, and numbers of a row at a time, of each expert."""
 
 
 def one_token_experts(

@@ -177,8 +177,8 @@ def test_tokens_that_pile_up_leave_in_messages_of_a_turn_each_in_order_and_none_
 
 def test_a_node_that_is_asked_for_its_blocks_tells_them_all_once():
     def begin(link):
-        link.say(pb.ConductorMessage(tell_blocks=True))
-        link.say(pb.ConductorMessage(tell_blocks=True))
+        link.say(pb.ConductorMessage(wants_snapshot=True))
+        link.say(pb.ConductorMessage(wants_snapshot=True))
 
     links, _ = attached_for(3.0, begin)
     told = [(round(at_s, 3), message.kv_events.is_snapshot) for at_s, message in links[0].sent[1:]]

@@ -68,7 +68,7 @@ def test_a_step_ends_when_the_first_token_is_due(
     taken = [step.take(wanted, prefix) for wanted, prefix in prompts]
     attended = sum(tokens * (tokens + 2 * prefix) for tokens, (_, prefix) in zip(taken, prompts, strict=True))
     assert all(tokens <= wanted for tokens, (wanted, _) in zip(taken, prompts, strict=True))
-    assert sum(taken) == 8192 - step.room <= 8192
+    assert sum(taken) == 8192 - step.tokens_left <= 8192
     if any(taken):
         seconds = COST.with_chunks_s(sum(taken), attended, BATCH, CONTEXT)
         assert seconds * ratio <= min(mean_left_s, longest_left_s) + 1e-12

@@ -58,7 +58,7 @@ class Slot:
         else:
             self._bases[0, 0], self._bases[2, 0], numbers = peer_base, base, numbers[::-1]
         np.add(numbers, self._bases, out=cells.reshape(3, num_rows))
-        # What they are sums of mostly tells; not if it is no multiple.
+        # What they are sums of mostly shows it; not if it is no multiple.
         is_aligned = pieces.bits is not None and not (pieces.bits | base | peer_base) % ALIGNMENT
         if not is_aligned and int(np.bitwise_or.reduce(cells)) % ALIGNMENT:
             raise ProtocolError(f"GPU copies are of multiples of {ALIGNMENT} bytes")

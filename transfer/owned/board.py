@@ -331,7 +331,7 @@ def _board_on_this_host(address: str) -> tuple[int, int]:
     except ValueError as error:
         raise TransferFailedError(f"{address!r} is no address of shared memory") from error
     except OSError as error:
-        raise TransferFailedError(f"this host's boot cannot be told: {error}") from error
+        raise TransferFailedError(f"this host's boot id cannot be read: {error}") from error
     raise TransferFailedError("the peer is on another host")
 
 

@@ -56,11 +56,11 @@ class Ranges:
         if np.count_nonzero(beyond) or np.count_nonzero(np.less_equal(lengths, 0)):
             return False
         if self.table is not None:
-            room = self.table.take(offsets >> self.shift) - (offsets & (1 << self.shift) - 1)
+            left = self.table.take(offsets >> self.shift) - (offsets & (1 << self.shift) - 1)
         else:
             # Not offsets + lengths, which a hostile length makes wrap around.
-            room = self.ends[self.starts.searchsorted(offsets, "right") - 1] - offsets
-        return not np.count_nonzero(room < lengths)
+            left = self.ends[self.starts.searchsorted(offsets, "right") - 1] - offsets
+        return not np.count_nonzero(left < lengths)
 
     def covers_equal(self, offsets: Offsets, length: int, bits: int) -> bool:
         """Return what `covers` would, of requests of one length, in a third of the time.
@@ -71,12 +71,12 @@ class Ranges:
         if self.table is None or bits < 0:
             return bits >= 0 and self.covers(offsets, length)
         try:
-            room = self.table.take(offsets >> self.shift)
+            left = self.table.take(offsets >> self.shift)
         except IndexError:
             return False
         if skipped := bits & (1 << self.shift) - 1:
-            room -= offsets & skipped
-        return 0 < length <= int(np.minimum.reduce(room))
+            left -= offsets & skipped
+        return 0 < length <= int(np.minimum.reduce(left))
 
     def covers_one(self, offset: int, length: int) -> bool:
         """Return what `covers` would of one request. Calls on arrays cost it a microsecond each."""
@@ -113,5 +113,5 @@ def with_table(ranges: Ranges) -> Ranges:
     edges = np.stack((starts, ends), 1).ravel()
     values = np.stack((np.zeros_like(ends), ends), 1).ravel()
     granted_to = np.repeat(values, np.diff(edges, prepend=0) >> shift)
-    room = np.maximum(granted_to - (np.arange(len(granted_to)) << shift), 0)
-    return Ranges(starts, ends, shift, room)
+    left = np.maximum(granted_to - (np.arange(len(granted_to)) << shift), 0)
+    return Ranges(starts, ends, shift, left)

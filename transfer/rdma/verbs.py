@@ -97,7 +97,7 @@ class Ended(NamedTuple):
     queue_pair: int
     work_id: int
     error: str
-    """Empty: it went well."""
+    """Reason of a failure; empty: it went well."""
     is_refused: bool
     """The peer's NIC refused the access: another rail would be refused as well."""
 

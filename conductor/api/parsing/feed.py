@@ -49,7 +49,7 @@ class JsonText(NamedTuple):
 
     text: str
     is_whole: bool
-    """False: it is malformed here, or the answer ended in it."""
+    """Whether the value ended; False: it is malformed here, or the answer ended in it."""
 
 
 class Feed:

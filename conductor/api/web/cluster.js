@@ -29,8 +29,8 @@ export const title = "Cluster";
 const named = ({ columns, nodes }) => nodes.map((values) => Object.fromEntries(columns.map((name, at) => [name, values[at]])));
 
 export async function now() {
-  const told = await page("now");
-  return { told, nodes: named(told) };
+  const answer = await page("now");
+  return { answer, nodes: named(answer) };
 }
 
 // A node as its history has it: its roles are those that it had a queue or a step in.
@@ -38,11 +38,11 @@ const asThen = (node) => ({ ...node, host: node.host ?? "left since", roles: [no
 
 export async function load([when = "", at = "", ofAt = ""] = []) {
   const isPast = when === "at", span = (isPast ? ofAt : when) === "day" ? "day" : "hour";
-  const [{ told, nodes }, fullest] = await Promise.all([
-    isPast ? page(`at.${at}`).then((told) => ({ told, nodes: named(told).map(asThen) })) : now(),
+  const [{ answer, nodes }, fullest] = await Promise.all([
+    isPast ? page(`at.${at}`).then((answer) => ({ answer, nodes: named(answer).map(asThen) })) : now(),
     seldom(span === "day" ? "fullest-day" : "fullest"),
   ]);
-  return { told, nodes, span, fullest: { ...fullest, ...unpacked(fullest) }, atS: isPast ? told.moment_s : null, isStill: isPast };
+  return { answer, nodes, span, fullest: { ...fullest, ...unpacked(fullest) }, atS: isPast ? answer.moment_s : null, isStill: isPast };
 }
 
 // The share of a node's KV blocks that requests hold; null: it is not known.
@@ -204,23 +204,23 @@ function ofTheSpan({ fullest, span }) {
 
 export const link = (id) => element("a", { href: `#/node/${encodeURIComponent(id)}` }, id);
 
-function inTheMove({ told }) {
-  const flows = flowing(told.links);
+function inTheMove({ answer }) {
+  const flows = flowing(answer.links);
   return element("div", { class: "pair" },
     flows.length ? table("KV on its way", ["from", "to", ["rate", "Bytes of KV a second, of the last ten seconds or so."]], flows.map(([from, to, rate]) => row([from, to, `${bytes(rate)}/s`], { "data-key": `${from} ${to}` }))) : empty("No KV moves between nodes just now."),
-    told.prefixes.length ? table("Hot prefixes", [["last block", "Beginnings of prompts that many requests share, by the name of their last block."], "blocks", "requests", ["copies", "Nodes that have it in their cache."]], told.prefixes.map(([name, depth, rate, copies, holders]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, element("td", {}, `${copies}${copies ? ": " : ""}`, holders.flatMap((id, at) => [at ? ", " : "", link(id)]), copies > holders.length ? " …" : "")], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one."));
+    answer.prefixes.length ? table("Hot prefixes", [["last block", "Beginnings of prompts that many requests share, by the name of their last block."], "blocks", "requests", ["copies", "Nodes that have it in their cache."]], answer.prefixes.map(([name, depth, rate, copies, holders]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, element("td", {}, `${copies}${copies ? ": " : ""}`, holders.flatMap((id, at) => [at ? ", " : "", link(id)]), copies > holders.length ? " …" : "")], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one."));
 }
 
 const COLUMNS = ["node", "host", "roles", ["queue", TERMS[2][1]], ["step", TERMS[3][1]], "running"];
 const NOW = [["pace", TERMS[4][1]], ["last step", TERMS[5][1]], ["queued tokens", "Prompt tokens that wait on it to be computed."], ["context tokens", "Tokens of all requests there, whose KV each step reads."]];
 
-function tabled({ told, nodes, atS }) {
+function tabled({ answer, nodes, atS }) {
   const isNow = atS === null;
   return table(nodes.length > CARDS ? `The ${TABLED} nodes with the fullest budgets` : "Nodes, the fullest first",
     [...COLUMNS, ...(isNow ? NOW : []), "KV held", ["tightest", TERMS[0][1]], ...(isNow ? ["heard"] : [])],
-    fullestOf(nodes, told.limits, TABLED).map((node) => { const tight = budgets(node, told.limits)[0];
+    fullestOf(nodes, answer.limits, TABLED).map((node) => { const tight = budgets(node, answer.limits)[0];
       return row([link(node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), ...(isNow ? [known(node.pace) ? node.pace.toFixed(1) : "–", made(node) || "–", count(node.queued_tokens), count(node.context_tokens)] : []),
-        isNow ? `${percent(held(node))} of ${count(node.blocks)}` : percent(held(node)), element("td", {}, tight ? bar([[tight.share, level(node, told.limits)]]) : "", tight ? ` ${percent(tight.share)}` : "–"),
+        isNow ? `${percent(held(node))} of ${count(node.blocks)}` : percent(held(node)), element("td", {}, tight ? bar([[tight.share, level(node, answer.limits)]]) : "", tight ? ` ${percent(tight.share)}` : "–"),
         ...(isNow ? [node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`] : [])], { "data-key": node.id }); }));
 }
 
@@ -229,7 +229,7 @@ function tabled({ told, nodes, atS }) {
 const PARTS = [["groups", { class: "groups" }, pictured], ["span", {}, (found) => [ofTheSpan(found)]], ["moving", {}, (found) => (found.atS === null ? [inTheMove(found)] : [])], ["nodes", {}, (found) => (found.nodes.length ? [tabled(found)] : [])]];
 const holder = (name) => element("div", { ...PARTS.find(([each]) => each === name)[1], "data-part": name, "data-key": name, "data-kept": true });
 
-function pictured({ told: { limits }, nodes }) {
+function pictured({ answer: { limits }, nodes }) {
   const isSmall = nodes.length > CARDS, shape = isSmall ? square : card;
   let first = true;
   const one = (node) => { const made = shape(node, limits, first); first = false; return made; };
@@ -239,7 +239,7 @@ function pictured({ told: { limits }, nodes }) {
 }
 
 export function draw(found) {
-  const { told, nodes, atS } = found, { bounds, limits } = told, heading = element("h2", { tabindex: -1 }, "Cluster");
+  const { answer, nodes, atS } = found, { bounds, limits } = answer, heading = element("h2", { tabindex: -1 }, "Cluster");
   if (!nodes.length && atS === null) return [heading, empty("No node is attached. ", element("code", {}, "conductor up"), " starts some; ", element("code", {}, "conductor doctor"), " says why one does not come."), ...(found.fullest.nodes.length ? moments(found) : [])];
   const stepS = found.fullest.step_s, period = Math.max(MINUTE_S, stepS), untilS = atS === null ? found.fullest.next * stepS : Math.floor(atS / stepS + 1) * stepS;
   const lack = lacked(found.fullest, untilS - period, untilS), slow = atS === null ? slower(nodes) : "";
@@ -257,8 +257,8 @@ export function draw(found) {
   ].filter(Boolean);
 }
 
-// The squares that are shown already, told anew a few at each frame: {done}, or null where other nodes are there now.
-function retold(host, { told: { limits }, nodes }) {
+// The squares that are shown already, drawn anew a few at each frame: {done}, or null where other nodes are there now.
+function redrawn(host, { answer: { limits }, nodes }) {
   const shown = [...host.querySelectorAll(".square")], wanted = groups(nodes).flatMap(({ hosts }) => hosts.flatMap(([, there]) => there));
   if (nodes.length <= CARDS || shown.length !== wanted.length || shown.some(({ dataset }, at) => dataset.node !== wanted[at].id)) return null;
   if (host.querySelectorAll(".host").length !== new Set(wanted.map(({ roles, host: name }) => `${roles} ${name}`)).size) return null;
@@ -279,7 +279,7 @@ let turns = []; // what is left of the latest refresh
 function fill(view, found) {
   const places = PARTS.map(([name, , make]) => [view.querySelector(`[data-part=${name}]`), make]);
   const isNew = places.some(([host]) => host && !host.hasChildNodes() && host.dataset.part === "groups");
-  const due = places.flatMap(([host, make]) => (!host ? [] : (host.dataset.part === "groups" && retold(host, found)) || [() => morph(host, make(found).filter(Boolean))]));
+  const due = places.flatMap(([host, make]) => (!host ? [] : (host.dataset.part === "groups" && redrawn(host, found)) || [() => morph(host, make(found).filter(Boolean))]));
   const isRunning = turns.length > 0;
   turns = due;
   if (isNew || found.isStill) { for (const each of turns.splice(0)) each(); return; }
@@ -289,9 +289,9 @@ function fill(view, found) {
 
 // After the elements are there: the flows, from where the nodes are, and the slider's place.
 export function settle(view, found) {
-  const { told, atS, fullest } = found;
+  const { answer, atS, fullest } = found;
   fill(view, found);
-  flow(view, told.links ?? []);
+  flow(view, answer.links ?? []);
   const slider = view.querySelector("#moment");
   if (slider && view.ownerDocument.activeElement !== slider) slider.value = atS ?? fullest.next * fullest.step_s;
 }
@@ -323,27 +323,27 @@ export const node = {
   title: "Node",
   async load([id = "", span = "hour"]) {
     const current = await now();
-    const told = await page(`${span === "day" ? "node-day" : "node"}.${id}`).catch((error) => { if (error.status === 404) return null; throw error; });
-    return { id, span, told, now: current, node: current.nodes.find((each) => each.id === id) };
+    const answer = await page(`${span === "day" ? "node-day" : "node"}.${id}`).catch((error) => { if (error.status === 404) return null; throw error; });
+    return { id, span, answer, now: current, node: current.nodes.find((each) => each.id === id) };
   },
-  draw({ id, span, told, now, node: found }) {
+  draw({ id, span, answer, now, node: found }) {
     const heading = [element("p", { class: "note" }, element("a", { href: "#/cluster" }, "Cluster"), ` › ${found?.roles || "node"}`), element("h2", { tabindex: -1 }, "Node ", element("code", {}, id))];
-    if (!found && !told) return [...heading, empty("No such node is or was attached.")];
+    if (!found && !answer) return [...heading, empty("No such node is or was attached.")];
     const facts = found ? [["host", found.host], ["roles", found.roles || "storage"], ["running", count(found.running)], ["prompt tokens queued", count(found.queued_tokens)],
       ["queue", seconds(found.queue_s)], ["step", seconds(found.step_s)], ["KV held", `${count(found.held)} of ${count(found.blocks)}`], ["cached", count(found.cached)], ["pace", paced(found.pace)]] : [];
-    const shown = told ? unpacked(told) : null, from = told ? told.first * told.step_s : 0;
+    const shown = answer ? unpacked(answer) : null, from = answer ? answer.first * answer.step_s : 0;
     const line = (label, name, how = "mean") => ({ label, column: shown[name], how });
-    const flows = now.told.links.filter(([a, b]) => a === id || b === id);
+    const flows = now.answer.links.filter(([a, b]) => a === id || b === id);
     return [...heading,
-      found ? element("p", { class: "sentence" }, budgets(found, now.told.limits).map(({ name, share }) => `${percent(share)} of its ${BUDGETS[name]}`).join(", ") || "It has no budget", ".", made(found) ? ` Its last step: ${made(found)} of prompts.` : "") : empty("It has left; this is what it did."),
+      found ? element("p", { class: "sentence" }, budgets(found, now.answer.limits).map(({ name, share }) => `${percent(share)} of its ${BUDGETS[name]}`).join(", ") || "It has no budget", ".", made(found) ? ` Its last step: ${made(found)} of prompts.` : "") : empty("It has left; this is what it did."),
       element("dl", { class: "numbers" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
       element("div", { class: "choice", role: "group", "aria-label": "How long" }, [["hour", "Hour"], ["day", "Day"]].map(([name, words]) => element("a", { href: `#/node/${encodeURIComponent(id)}/${name}`, "aria-current": name === span ? "true" : null }, words))),
       shown ? element("div", { class: "charts" }, [
-        { title: "Queue of prompts", means: TERMS[2][1], unit: "s", lines: [line("predicted", "queue_s", "max")], bound: now.told.bounds.ttft_s },
-        { title: "Decode step", unit: "s", lines: [line("predicted", "step_s", "max")], bound: now.told.bounds.tbt_s },
+        { title: "Queue of prompts", means: TERMS[2][1], unit: "s", lines: [line("predicted", "queue_s", "max")], bound: now.answer.bounds.ttft_s },
+        { title: "Decode step", unit: "s", lines: [line("predicted", "step_s", "max")], bound: now.answer.bounds.tbt_s },
         { title: "KV blocks held", unit: "share", lines: [line("held", "kv_held")] },
         { title: "Sequences running", unit: "count", lines: [line("running", "running", "max")] },
-      ].filter(({ lines }) => lines.some(({ column }) => !column.every(Number.isNaN))).map((each) => chart({ ...each, fromS: from, stepS: told.step_s, withDate: span === "day" }))) : empty("Its first row comes within ten seconds."),
+      ].filter(({ lines }) => lines.some(({ column }) => !column.every(Number.isNaN))).map((each) => chart({ ...each, fromS: from, stepS: answer.step_s, withDate: span === "day" }))) : empty("Its first row comes within ten seconds."),
       flows.length ? table("KV to and from it", ["from", "to", "rate"], flows.map(([a, b, rate]) => row([link(a), link(b), `${bytes(rate)}/s`]))) : empty("No KV moves to or from it just now."),
       words("What the words mean", TERMS),
     ];

@@ -22,8 +22,8 @@ export async function ask(path, body = undefined, timeoutMs = 10000) {
     throw new Refused(`The conductor does not answer (${error.message}). Is it running? conductor status says.`, 0);
   }
   if (!response.ok) {
-    const told = await response.json().catch(() => ({}));
-    throw new Refused(told.error?.message ?? `${path}: status ${response.status}`, response.status);
+    const answer = await response.json().catch(() => ({}));
+    throw new Refused(answer.error?.message ?? `${path}: status ${response.status}`, response.status);
   }
   return response.json().catch((error) => { throw new Refused(`${path}: no JSON: ${error.message}`, 0); });
 }
@@ -35,10 +35,10 @@ const kept = new Map();
 // An answer of which little changes in `periodMs`, asked for again only then.
 export async function seldom(name, periodMs = 10000) {
   const before = kept.get(name);
-  if (before && performance.now() - before.atMs < periodMs) return before.told;
-  const told = await page(name);
-  kept.set(name, { told, atMs: performance.now() });
-  return told;
+  if (before && performance.now() - before.atMs < periodMs) return before.answer;
+  const answer = await page(name);
+  kept.set(name, { answer, atMs: performance.now() });
+  return answer;
 }
 
 // Numbers of 32 bits in base64, row after row, to a column for each name.
@@ -58,27 +58,27 @@ export class Series {
 
   async refresh() {
     if (this.whole && performance.now() - this.askedMs < WHOLE_MS) return this.whole;
-    const told = await page(this.next === null || this.whole ? this.name : `${this.name}.${this.next}`);
-    this.whole = told.source === "prometheus" ? told : null;
+    const answer = await page(this.next === null || this.whole ? this.name : `${this.name}.${this.next}`);
+    this.whole = answer.source === "prometheus" ? answer : null;
     this.askedMs = performance.now();
-    if (told.source !== this.source) this.next = null; // other rows than before
-    this.source = told.source;
-    this.take(told);
-    return told;
+    if (answer.source !== this.source) this.next = null; // other rows than before
+    this.source = answer.source;
+    this.take(answer);
+    return answer;
   }
 
-  take(told) {
-    const fresh = columns(told);
-    const follows = this.next !== null && told.first === this.next;
-    if (!this.whole && !follows && this.next !== null && told.next <= this.next && told.first <= this.next) return; // nothing new, or a conductor begun again
-    for (const name of told.names) {
+  take(answer) {
+    const fresh = columns(answer);
+    const follows = this.next !== null && answer.first === this.next;
+    if (!this.whole && !follows && this.next !== null && answer.next <= this.next && answer.first <= this.next) return; // nothing new, or a conductor begun again
+    for (const name of answer.names) {
       const before = follows ? this.columns[name] : new Float32Array(0);
       const joined = new Float32Array(before.length + fresh[name].length);
       joined.set(before); joined.set(fresh[name], before.length);
       this.columns[name] = joined.slice(Math.max(0, joined.length - this.kept));
     }
-    this.next = told.next;
-    this.stepS = told.step_s;
+    this.next = answer.next;
+    this.stepS = answer.step_s;
   }
 
   get length() { return Object.values(this.columns)[0]?.length ?? 0; }

@@ -21,16 +21,16 @@ const wanted = () => {
   return Object.hasOwn(VIEWS, name) ? [name, rest] : ["overview", []];
 };
 
-function tell(words) {
-  const told = document.getElementById("problem");
-  if (words !== problem) told.textContent = problem = words;
-  told.hidden = !words;
+function report(words) {
+  const box = document.getElementById("problem");
+  if (words !== problem) box.textContent = problem = words;
+  box.hidden = !words;
 }
 
-function badge(told) {
-  const state = document.getElementById("state"), words = told ? (told.ready ? "ready" : "not ready") : "no answer";
+function badge(answer) {
+  const state = document.getElementById("state"), words = answer ? (answer.ready ? "ready" : "not ready") : "no answer";
   if (state.textContent !== words) state.textContent = words;
-  state.className = `badge ${told?.ready ? "ok" : "bad"}`;
+  state.className = `badge ${answer?.ready ? "ok" : "bad"}`;
 }
 
 const go = (hash) => { location.hash = hash; };
@@ -69,8 +69,8 @@ async function refresh(isNew) {
     found = await one.load(rest);
     if (mine !== turn) return; // another view was chosen meanwhile
     show(name, one, found, isNew || place?.dataset.view !== name);
-    if (found.told) badge(found.told);
-    tell("");
+    if (found.answer) badge(found.answer);
+    report("");
     document.getElementById("key").hidden = true;
   } catch (error) {
     if (mine !== turn) return;
@@ -82,18 +82,18 @@ async function refresh(isNew) {
 function failed(name, one, error) {
   if (error.status === undefined) { // a fault of this page: it says so, and looks again
     console.error(error);
-    tell(`This page failed: ${error.message}. Please report it.`);
+    report(`This page failed: ${error.message}. Please report it.`);
     return;
   }
   if (error.status === 404) {
     show(name, { title: one.title, draw: () => [element("h2", { tabindex: -1 }, one.title), empty("Nothing is known by that name or of that moment. Of requests the latest thousand are remembered, and for an hour the slowest, late and rejected ones.")] }, {}, true);
-    tell("");
+    report("");
     return;
   }
   document.getElementById("key").hidden = error.status !== 401 && error.status !== 403;
   if (!place) show(name, { title: one.title, draw: () => [element("h2", { tabindex: -1 }, one.title), empty(document.getElementById("key").hidden ? "There is nothing to show without an answer of the conductor." : "Give a key above: conductor keys add NAME --operator makes one.")] }, {}, true);
   place.dataset.view = ""; // what comes with the next answer is shown anew
-  tell(error.message);
+  report(error.message);
   badge(null);
 }
 

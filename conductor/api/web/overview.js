@@ -8,7 +8,7 @@ const SERIES = { minutes: hour, hour, day, week };
 
 const TERMS = [
   ["in bounds, late", "Served to the end with TTFT and TBT within the request's bounds, or past one of them. Bounds are slo in cluster.yaml, or the request's own."],
-  ["rejected", "Refused before any work, because no node could have kept the bounds; the client was told when to ask again."],
+  ["rejected", "Refused before any work, because no node could have kept the bounds; the client was sent a time to ask again."],
   TTFT, TBT, P99,
   ["hit, matched", "Prompt tokens whose KV was in the cache already, and need not be computed."],
   ["waiting to be placed, on nodes", "At the conductor, until a node can take it in time; or on a node, behind others."],
@@ -21,7 +21,7 @@ export const title = "Overview";
 
 export async function load([span = "hour"]) {
   const series = Object.hasOwn(SERIES, span) ? SERIES[span] : hour;
-  return { told: await series.refresh(), span, series };
+  return { answer: await series.refresh(), span, series };
 }
 
 // The numbers at the top, of the last minute.
@@ -62,12 +62,12 @@ export function charts(columns, bounds) {
   ];
 }
 
-export function draw({ told, span, series }) {
+export function draw({ answer, span, series }) {
   const rows = span === "minutes" ? Math.ceil(600 / series.stepS) : series.kept;
   const shown = Object.fromEntries(Object.entries(series.columns).map(([name, column]) => [name, column.slice(-rows)]));
   const long = Math.min(rows, series.length);
   const spans = element("div", { class: "choice", role: "group", "aria-label": "How long" },
-    [...SPANS, ...(told.source === "prometheus" ? [["week", "Week"]] : [])].map(([name, words]) => element("a", { href: `#/overview/${name}`, "aria-current": name === span ? "true" : null }, words)));
+    [...SPANS, ...(answer.source === "prometheus" ? [["week", "Week"]] : [])].map(([name, words]) => element("a", { href: `#/overview/${name}`, "aria-current": name === span ? "true" : null }, words)));
   const rowOf = series.stepS === 1 ? "second" : `${series.stepS ?? 1} s`;
   const quiet = !hour.mean("running", 3600) && !series.mean("good", rows);
   return [
@@ -78,9 +78,9 @@ export function draw({ told, span, series }) {
     spans,
     element("p", { class: "note", id: "marked" }, markedS === null ? "Point at a moment for its numbers; choose it to see which node was the bottleneck then. " : `Numbers of ${clock(markedS, span !== "hour" && span !== "minutes", true)}; choose it to see which node was the bottleneck. `, element("a", { href: "#/cluster" }, "The cluster, now or at a moment")),
     long < 2 ? empty("The first rows come in a moment.") : element("div", { class: "charts" },
-      charts(shown, told.bounds).map((each) => chart({ ...each, fromS: (series.next - long) * series.stepS, stepS: series.stepS, withDate: span === "day" || span === "week", atS: markedS }))),
-    told.problem ? element("p", { class: "late" }, `${told.problem}. Shown is the conductor's own memory.`) : null,
-    element("p", { class: "note" }, told.source === "prometheus"
+      charts(shown, answer.bounds).map((each) => chart({ ...each, fromS: (series.next - long) * series.stepS, stepS: series.stepS, withDate: span === "day" || span === "week", atS: markedS }))),
+    answer.problem ? element("p", { class: "late" }, `${answer.problem}. Shown is the conductor's own memory.`) : null,
+    element("p", { class: "note" }, answer.source === "prometheus"
       ? "Drawn from the Prometheus of server.prometheus."
       : "The conductor's own memory: an hour by the second, a day by 30 seconds. For longer, and over restarts: server.prometheus."),
     words("What the words mean", TERMS),

@@ -14,7 +14,7 @@ const talk = []; // {role, text, calls, stats, problem}
 
 export async function load() {
   model ??= (await ask("v1/models")).data[0];
-  return { told: { ready: (await fetch("health")).ok } };
+  return { answer: { ready: (await fetch("health")).ok } };
 }
 
 // What the parts of an event stream add to an answer.
@@ -37,7 +37,7 @@ export function take(answer, event, atMs) {
 }
 
 // How an answer went, in words.
-export function told(answer) {
+export function summary(answer) {
   const { usage, firstMs, lastMs } = answer, cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
   const parts = [];
   if (firstMs !== undefined) parts.push(`first token after ${seconds(firstMs / 1e3)}`);
@@ -54,7 +54,7 @@ function said(turn, number) {
     turn.text ? element("p", { class: "text" }, turn.text) : turn.role === "assistant" && !turn.calls?.length && !turn.problem ? element("p", { class: "note" }, turn.finish ? "(no text)" : "…") : null,
     (turn.calls ?? []).map((call) => element("p", { class: "call" }, "calls ", element("code", {}, `${call.name}(${call.arguments})`))),
     turn.problem ? element("p", { class: "late" }, turn.problem) : null,
-    turn.role === "assistant" && turn.finish ? element("p", { class: "note" }, told(turn), " · ", element("a", { href: `#/request/${encodeURIComponent(turn.id)}` }, "where its time went")) : null);
+    turn.role === "assistant" && turn.finish ? element("p", { class: "note" }, summary(turn), " · ", element("a", { href: `#/request/${encodeURIComponent(turn.id)}` }, "where its time went")) : null);
 }
 
 function show(view) {

@@ -60,8 +60,8 @@ export function verdict(runs, called, was = null) {
   const one = others.filter((run) => nameOf(run).startsWith("one more"));
   if (more > 0.005 && one.length > 1) { // each role is answered by itself
     const said = (run) => { const gain = share(run) - share(now); return `${nameOf(run)}, ${gain > Math.max(0.005, error) ? "yes" : gain > 0.005 ? "perhaps" : "no"} (${run.nodes}: ${percent(share(run))} would have been served within their bounds, instead of ${percent(share(now))})`; };
-    const told = one.map(said).join("; "), moved = others.filter((run) => !one.includes(run) && share(run) - share(now) > Math.max(0.005, error)).map((run) => `${nameOf(run)} (${run.nodes}: ${percent(share(run))})`);
-    return `${told[0].toUpperCase()}${told.slice(1)}.${moved.length ? ` Without another node: ${moved.join(", ")}.` : ""}${more <= error ? ` The replay is ${points(error)} from what was measured: that is more than the difference.` : ""}`;
+    const sentence = one.map(said).join("; "), moved = others.filter((run) => !one.includes(run) && share(run) - share(now) > Math.max(0.005, error)).map((run) => `${nameOf(run)} (${run.nodes}: ${percent(share(run))})`);
+    return `${sentence[0].toUpperCase()}${sentence.slice(1)}.${moved.length ? ` Without another node: ${moved.join(", ")}.` : ""}${more <= error ? ` The replay is ${points(error)} from what was measured: that is more than the difference.` : ""}`;
   }
   if (more > 0.005 && more <= error) return `Perhaps: with ${name} (${best.nodes}) the replay has ${percent(share(best))} within their bounds instead of ${percent(share(now))}, but ${points(error)} is how far it is from what was measured.`;
   if (more > 0.005) return `Yes: with ${name} (${best.nodes}) ${percent(share(best))} would have been served within their bounds, instead of ${percent(share(now))}.`;
@@ -92,11 +92,11 @@ const reported = (nodes, change, report, about, attributes) => row([element("b",
   percent(report.completed === 0 ? null : report.hit_rate_tokens), `${count((report.served_within * about.requests) / Math.max(1, about.span_s))}/s`, ofServed(report, report.prefill_gpu_s_per_request)], attributes);
 
 function outcome(which, called = {}, slow = "") {
-  const told = results[which];
+  const answer = results[which];
   if (working[which]) return [element("p", { class: "sentence", role: "status" }, "It runs beside the conductor, at the lowest priority: a moment…")];
-  if (!told) return [];
-  if (told.problem) return [element("p", { class: "late", role: "alert" }, told.problem)];
-  const { runs, measured: was } = told, about = runs[0].trace;
+  if (!answer) return [];
+  if (answer.problem) return [element("p", { class: "late", role: "alert" }, answer.problem)];
+  const { runs, measured: was } = answer, about = runs[0].trace;
   return [
     element("p", { class: "sentence", role: "status" }, verdict(runs, called, was) || `${percent(share(runs[0]))} would have been served within their bounds.`),
     was ? element("p", { class: "note" }, errorOf(was, runs[0])) : null,
@@ -126,7 +126,7 @@ function figures(html) {
 }
 
 const field = (id, words, value, attributes = {}) => element("label", { for: id }, words, element("input", { id, value: value ?? "", ...attributes }));
-const bounds = (told) => [field("ttft", "TTFT bound, s", told.bounds.ttft_s, { type: "number", min: 0, step: "any", placeholder: "none" }), field("tbt", "TBT bound, s", told.bounds.tbt_s, { type: "number", min: 0, step: "any", placeholder: "none" })];
+const bounds = (answer) => [field("ttft", "TTFT bound, s", answer.bounds.ttft_s, { type: "number", min: 0, step: "any", placeholder: "none" }), field("tbt", "TBT bound, s", answer.bounds.tbt_s, { type: "number", min: 0, step: "any", placeholder: "none" })];
 
 async function run(which, trace, view, again) {
   const at = (id) => Number(view.querySelector(`#${id}`).value) || null;
@@ -143,26 +143,26 @@ async function run(which, trace, view, again) {
   }
 }
 
-function sized({ told, nodes }) {
-  const found = steps(nodes, told.roles_follow);
+function sized({ answer, nodes }) {
+  const found = steps(nodes, answer.roles_follow);
   return found.length ? found : [["1P1D", "as it is"], ["2P1D", "one more prefill node"], ["1P2D", "one more decode node"]];
 }
 
 export const replay = {
   title: "Replay", isStill: true,
   load: now,
-  draw({ told, nodes }) {
+  draw({ answer, nodes }) {
     return [
       element("h2", { tabindex: -1 }, "Replay a trace"),
       element("p", {}, "Drop a trace and see, in virtual time, how this conductor's scheduler would serve it with nodes of your choice. The same as ", element("code", {}, "conductor replay TRACE --html"), "."),
       element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
         element("label", { class: "drop", for: "file", id: "drop" }, element("span", { id: "named" }, dropped ? dropped.name : "Drop a trace here, or choose a file: JSON Lines or CSV, plain or .gz"), element("input", { id: "file", type: "file", accept: ".jsonl,.json,.csv,.gz" })),
-        element("div", { class: "row" }, field("nodes", "Clusters, up to five: 2P1D is 2 prefill, 1 decode", sized({ told, nodes })[0][0], { placeholder: "2P2D 3P1D", size: 16 }), bounds(told), element("button", {}, "Replay"))),
+        element("div", { class: "row" }, field("nodes", "Clusters, up to five: 2P1D is 2 prefill, 1 decode", sized({ answer, nodes })[0][0], { placeholder: "2P2D 3P1D", size: 16 }), bounds(answer), element("button", {}, "Replay"))),
       ...outcome("replay"),
       results.replay || working.replay ? null : element("p", { class: "empty" }, "A trace has a row for each request: ", element("code", {}, '{"timestamp": 0, "input_length": 2236, "output_length": 225, "hash_ids": [0, 1, 2, 3, 4]}'), ": the milliseconds when it came, the tokens of its prompt and of its answer, and a number for each block of the prompt, which two prompts share where their beginnings are alike. A decision log of a conductor is one too."),
     ].filter(Boolean);
   },
-  bind(view, go, again, reload, { told: { max_body_bytes: most } }) {
+  bind(view, go, again, reload, { answer: { max_body_bytes: most } }) {
     const take = async (file) => {
       if (!file) return;
       const named = view.querySelector("#named");
@@ -188,13 +188,13 @@ export const replay = {
 export const whatif = {
   title: "What if", isStill: true,
   load: now,
-  draw({ told, nodes }) {
-    const found = sized({ told, nodes }), called = Object.fromEntries(found);
+  draw({ answer, nodes }) {
+    const found = sized({ answer, nodes }), called = Object.fromEntries(found);
     return [
       element("h2", { tabindex: -1 }, "What if"),
-      element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped? The first row is what really was.", told.roles_follow ? " Roles follow the load, in replay too: 2P1D says how three nodes begin." : ""),
+      element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped? The first row is what really was.", answer.roles_follow ? " Roles follow the load, in replay too: 2P1D says how three nodes begin." : ""),
       element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
-        element("div", { class: "row" }, field("nodes", "Clusters, the present one first", found.map(([name]) => name).join(" "), { size: 34 }), bounds(told), element("button", {}, "Replay the last hour"))),
+        element("div", { class: "row" }, field("nodes", "Clusters, the present one first", found.map(([name]) => name).join(" "), { size: 34 }), bounds(answer), element("button", {}, "Replay the last hour"))),
       ...outcome("whatif", called, slower(nodes)),
       results.whatif || working.whatif ? null : empty("Press the button: it takes some seconds, beside the conductor. 2P1D is two prefill nodes and one decode node, 4C four of both roles."),
     ].filter(Boolean);

@@ -53,7 +53,7 @@ export const title = "Requests";
 export async function load([list = "latest"]) {
   const known = LISTS.some(([name]) => name === list) ? list : "latest";
   lastList = known;
-  return { list: known, told: await page(`requests.${known}`) };
+  return { list: known, answer: await page(`requests.${known}`) };
 }
 
 const nodes = (prefill, source) => (prefill ? [node(prefill), source ? [" ← ", node(source)] : []].flat() : ["–"]);
@@ -62,8 +62,8 @@ const link = (id) => element("a", { href: `#/request/${encodeURIComponent(id)}` 
 const late = (value, bound) => value !== null && value !== undefined && bound !== null && bound !== undefined && value > bound;
 const measured = (value, bound) => element("td", { class: late(value, bound) ? "late" : null }, seconds(value), late(value, bound) ? " late" : "");
 
-export function draw({ list, told }) {
-  const found = told.requests;
+export function draw({ list, answer }) {
+  const found = answer.requests;
   return [
     element("h2", { tabindex: -1 }, "Requests"),
     element("form", { id: "find", role: "search", "data-kept": true, "data-key": "find" },
@@ -172,7 +172,7 @@ function refused({ rejected: { reason }, judged, asked, parts }) {
 // What became of an attempt, and what took most of the time to its first token.
 export function sentence(attempt) {
   if (attempt.rejected) {
-    return `${refused(attempt)} It was told to ask again in ${seconds(attempt.rejected.retry_after_s)}.`;
+    return `${refused(attempt)} Its client was sent a time to ask again: ${seconds(attempt.rejected.retry_after_s)}.`;
   }
   if (!attempt.actual) return `It runs: prefill on ${attempt.placed.prefill_node}, decode on ${attempt.placed.decode_node}.`;
   const { actual, asked } = attempt, part = longestOf(attempt.parts.filter(({ name }) => name !== "decoded"));
@@ -202,17 +202,17 @@ export function where({ placed: { prefill_node: computes, decode_node: decodes, 
 
 export const one = {
   title: "Request",
-  async load([id = ""]) { return { told: await page(`request.${id}`) }; },
-  draw({ told }) {
-    const found = told.attempts, last = found[found.length - 1];
+  async load([id = ""]) { return { answer: await page(`request.${id}`) }; },
+  draw({ answer }) {
+    const found = answer.attempts, last = found[found.length - 1];
     const trace = last.actual?.trace_id ?? "", isTrace = /^[0-9a-f]{32}$/.test(trace); // it may be its client's
-    const address = isTrace && told.trace_page ? told.trace_page.replace("{trace_id}", trace) : "";
-    const cameS = told.at_s - (told.now_s - last.arrived_at_s);
+    const address = isTrace && answer.trace_page ? answer.trace_page.replace("{trace_id}", trace) : "";
+    const cameS = answer.at_s - (answer.now_s - last.arrived_at_s);
     return [
       element("p", { class: "note" }, element("a", { href: "#/requests/latest" }, "Requests"), " › ", element("a", { href: `#/requests/${lastList}` }, LISTS.find(([list]) => list === lastList)[1]), " ›"),
-      element("h2", { tabindex: -1 }, "Request ", element("code", {}, told.request_id)),
+      element("h2", { tabindex: -1 }, "Request ", element("code", {}, answer.request_id)),
       element("p", {}, `${counted(last.asked.num_tokens, "prompt token")}, at most ${count(last.asked.max_tokens)} new. `,
-        `Bounds: TTFT ${seconds(last.asked.slo[0])}, TBT ${seconds(last.asked.slo[1])}. Came ${age(told.now_s - last.arrived_at_s)} ago, at ${clock(cameS, false, true)}: `, element("a", { href: `#/cluster/at/${Math.floor(cameS)}` }, "the cluster then"), ". ",
+        `Bounds: TTFT ${seconds(last.asked.slo[0])}, TBT ${seconds(last.asked.slo[1])}. Came ${age(answer.now_s - last.arrived_at_s)} ago, at ${clock(cameS, false, true)}: `, element("a", { href: `#/cluster/at/${Math.floor(cameS)}` }, "the cluster then"), ". ",
         trace ? element("span", {}, "Trace ", address ? element("a", { href: address, rel: "noreferrer" }, element("code", {}, trace)) : element("code", {}, trace)) : ""),
       ...found.map((attempt, number) => element("section", { "data-key": String(number), "aria-label": `Attempt ${number + 1}` },
         found.length > 1 ? element("h3", {}, `Attempt ${number + 1} of ${found.length}`, attempt.begun_s ? `, ${seconds(attempt.begun_s)} after it came` : "") : null,

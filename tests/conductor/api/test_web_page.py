@@ -151,7 +151,7 @@ def test_every_kind_of_attempt_has_a_sentence_and_bars_that_add_up(modules):
         modules, "requests.js", "value.map((each) => [page.sentence(each), page.placed(each.parts)])", value
     )
     assert told[-1][0].startswith("Rejected: it waited to be placed as long as it may")
-    assert told[-1][0].endswith("It was told to ask again in 2 s.")
+    assert told[-1][0].endswith("Its client was sent a time to ask again: 2 s.")
     assert told[-2][0].startswith("It runs: prefill on")
     vector = attempts[0] | {"asked": attempts[0]["asked"] | {"max_tokens": 0}}
     [said] = in_node(modules, "requests.js", "value.map(page.sentence)", json.loads(json.dumps([vector])))
@@ -457,7 +457,7 @@ def test_an_answer_is_gathered_from_its_events(modules):
     expression = (
         "(() => { const answer = {text: '', reasoning: '', calls: []};"
         " value.forEach((event, at) => page.take(answer, event, 100 * at)); answer.lastMs = 1100;"
-        " return [answer, page.told(answer)]; })()"
+        " return [answer, page.summary(answer)]; })()"
     )
     answer, told = in_node(modules, "playground.js", expression, events)
     assert (answer["id"], answer["text"], answer["reasoning"]) == ("chatcmpl-1", "Hello", "Hm.")
