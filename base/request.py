@@ -127,6 +127,11 @@ class Slo(NamedTuple):
     longest_gap_slo_s: float = float("inf")
 
 
+def finite_or_none(bound_s: float) -> float | None:
+    """Return a bound as JSON has it; None: there is none."""
+    return None if bound_s == float("inf") else bound_s
+
+
 class Request(NamedTuple):
     """A client's request, tokenised. One sequence: `n` choices are n requests."""
 

@@ -144,8 +144,8 @@ class _ContentPart(StrictBody):
     text: str | None = None
 
 
-def _content_kind(value: Any) -> str:
-    """Return the tag of a form. Tags have spaces, by which `_refusal` knows them from fields."""
+def content_kind(value: Any) -> str:
+    """Return the tag of a content's form. Tags have spaces, by which `_refusal` knows them from fields."""
     return "a list of parts" if isinstance(value, list) else "a string"
 
 
@@ -157,7 +157,7 @@ class Message(StrictBody):
             | Annotated[
                 list[_ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")
             ],
-            Discriminator(_content_kind),
+            Discriminator(content_kind),
         ]
         | None
     ) = None

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, to_json
 
+from base.errors import InvalidRequestError
+
 MAX_TEMPLATE_VARIABLES = 64
 MAX_VARIABLE_BYTES = 1 << 17
 """JSON of the chat template's variables that a body sets: switches and short texts."""
@@ -19,6 +21,13 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
     refuses_fields_of_chats: ClassVar[bool] = False
     """Whether what a chat's body asks for, and this one cannot, is refused by name."""
+
+
+def required(value: str | None, param: str) -> str:
+    """Return a field's text; raises InvalidRequestError where there is none."""
+    if value is None:
+        raise InvalidRequestError(f"{param} is missing", param)
+    return value
 
 
 def variables_excess(variables: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from base.block_hash import BlockHash
-from base.request import NodeId, RequestId, Slo
+from base.request import NodeId, RequestId, Slo, finite_or_none
 from base.tables import from_table
 from conductor.placing.decisions import Actual, Decision, NodeSeen, ViewSeen
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
@@ -68,7 +68,7 @@ def decision_to(made: Decision) -> dict[str, Any]:
         "asked": asked._asdict()
         | {
             "chain": [bytes(key).hex() if isinstance(key, bytes) else key for key in asked.chain],
-            "slo": [_or_none(bound_s) for bound_s in asked.slo],
+            "slo": [finite_or_none(bound_s) for bound_s in asked.slo],
             "avoid": list(asked.avoid),
         },
         "seen": seen._asdict() | {"nodes": seen.nodes and [node._asdict() for node in seen.nodes]},
@@ -113,10 +113,6 @@ def item_from(row: dict[str, Any]) -> Decision | tuple[RequestId, Actual]:
     if row.pop("kind") == "decision":
         return decision_from(row)
     return RequestId(row.pop("request_id")), Actual(**row)
-
-
-def _or_none(bound_s: float) -> float | None:
-    return None if bound_s == math.inf else bound_s
 
 
 def line_of(row: dict[str, Any]) -> str:

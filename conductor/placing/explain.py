@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
-from math import inf
 from typing import Any, Protocol
 
-from base.request import NodeId, RequestId
+from base.request import NodeId, RequestId, finite_or_none
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import decision_to
 from conductor.placing.decisions import Actual, Decision, NodeSeen, decide_again, view_of
@@ -231,8 +230,8 @@ def _listed(made: Decision, actual: Actual | None, now_s: float) -> dict[str, An
         "request_id": made.asked.request_id,
         "age_s": now_s - made.arrived_at_s,
         "num_tokens": made.asked.num_tokens,
-        "ttft_slo_s": _or_none(made.asked.slo.ttft_slo_s),
-        "tbt_slo_s": _or_none(made.asked.slo.tbt_slo_s),
+        "ttft_slo_s": finite_or_none(made.asked.slo.ttft_slo_s),
+        "tbt_slo_s": finite_or_none(made.asked.slo.tbt_slo_s),
     }
     if not isinstance(made.result, Placement):
         return shown | {"state": f"rejected: {made.result.reason.value}"}
@@ -341,7 +340,3 @@ def _compared(made: Decision, placement: Placement, actual: Actual) -> dict[str,
 
 def _ratio(predicted_s: float, actual_s: float | None) -> float | None:
     return predicted_s / actual_s if actual_s else None
-
-
-def _or_none(bound_s: float) -> float | None:
-    return None if bound_s == inf else bound_s

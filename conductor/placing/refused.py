@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from base.request import Slo
+from base.request import Slo, finite_or_none
 from conductor.placing.admission import decode_tbt_s, displaced_s, step_limit_s
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Decision, view_of
@@ -103,12 +103,8 @@ def judged(made: Decision, instead: Placement, cost: CostModel, settings: Schedu
         lacking(asked, made.result.reason, computing_s, cost, settings),
         max(0.0, asked.waited_s - (made.decided_at_s - made.arrived_at_s)),
         asked.waited_s + instead.predicted_ttft_s,
-        _or_none(limits.ttft_s),
+        finite_or_none(limits.ttft_s),
         tbt_s,
-        _or_none(limits.tbt_s),
+        finite_or_none(limits.tbt_s),
         added_s,
     )
-
-
-def _or_none(limit_s: float) -> float | None:
-    return None if limit_s == inf else limit_s

@@ -20,7 +20,7 @@ from conductor.api.grammar_fields import SchemaText
 from conductor.api.openai_schema import SamplingBody, sampling_of
 from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
-from conductor.api.strict_body import StrictBody, TemplateVariables
+from conductor.api.strict_body import StrictBody, TemplateVariables, required
 from conductor.api.turn import Reasoning, Tools
 
 MAX_BLOCKS = 8_192
@@ -198,9 +198,9 @@ def _turns(message: AnthropicMessage, param: str, call_ids: set[str]) -> list[Ch
         where = f"{param}.content[{index}]"
         match block.type, message.role:
             case "text", _:
-                texts.append(_required(block.text, f"{where}.text"))
+                texts.append(required(block.text, f"{where}.text"))
             case "thinking", "assistant":
-                thoughts.append(_required(block.thinking, f"{where}.thinking"))
+                thoughts.append(required(block.thinking, f"{where}.thinking"))
             case "redacted_thinking", "assistant":
                 pass
             case "tool_use", "assistant":
@@ -221,11 +221,11 @@ def _turns(message: AnthropicMessage, param: str, call_ids: set[str]) -> list[Ch
 
 def _past_call(block: Block, where: str) -> PastCall:
     arguments: Mapping[str, Any] = block.input if block.input is not None else {}
-    return PastCall(_required(block.id, f"{where}.id"), _required(block.name, f"{where}.name"), arguments)
+    return PastCall(required(block.id, f"{where}.id"), required(block.name, f"{where}.name"), arguments)
 
 
 def _result(block: Block, where: str, call_ids: set[str]) -> ChatMessage:
-    call_id = _required(block.tool_use_id, f"{where}.tool_use_id")
+    call_id = required(block.tool_use_id, f"{where}.tool_use_id")
     if call_id not in call_ids:
         raise InvalidRequestError(
             f"{where}.tool_use_id: no tool_use before it has the id {call_id[:100]!r}", f"{where}.tool_use_id"
@@ -244,14 +244,8 @@ def _text(content: str | Sequence[ResultBlock], param: str) -> str:
         if block.type != "text":
             where = f"{param}[{index}].type"
             raise InvalidRequestError(f"{where}: {block.type!r} is not supported, text is", where)
-        lines.append(_required(block.text, f"{param}[{index}].text"))
+        lines.append(required(block.text, f"{param}[{index}].text"))
     return "\n".join(lines)
-
-
-def _required(value: str | None, param: str) -> str:
-    if value is None:
-        raise InvalidRequestError(f"{param} is missing", param)
-    return value
 
 
 Block.model_rebuild()

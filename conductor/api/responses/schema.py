@@ -17,7 +17,7 @@ from base.errors import InvalidRequestError
 from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
-from conductor.api.openai_schema import MAX_PARTS, SamplingBody, sampling_of
+from conductor.api.openai_schema import MAX_PARTS, SamplingBody, content_kind, sampling_of
 from conductor.api.openai_tools import (
     MAX_TOOLS,
     FunctionTool,
@@ -29,7 +29,7 @@ from conductor.api.openai_tools import (
     tool_spec,
 )
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
-from conductor.api.strict_body import StrictBody, TemplateVariables
+from conductor.api.strict_body import StrictBody, TemplateVariables, required
 from conductor.api.turn import Reasoning, Tools
 
 _Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
@@ -39,11 +39,6 @@ MAX_METADATA_CHARS, MAX_KEY_CHARS = 512, 64
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def _text_kind(value: Any) -> str:
-    """Return the tag of a form. Tags have spaces: errors leave them out of a field's name."""
-    return "a list of parts" if isinstance(value, list) else "a string"
-
-
 class ItemPart(StrictBody):
     type: _Name
     text: str | None = None
@@ -51,7 +46,7 @@ class ItemPart(StrictBody):
 
 
 _Parts = Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")]
-_Text = Annotated[Annotated[str, Tag("a string")] | _Parts, Discriminator(_text_kind)]
+_Text = Annotated[Annotated[str, Tag("a string")] | _Parts, Discriminator(content_kind)]
 
 
 class InputMessage(StrictBody):
@@ -138,7 +133,7 @@ def _of_texts(metadata: dict[str, Any]) -> dict[str, Any]:
 class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
     refuses_fields_of_chats = True
     model: str
-    input: Annotated[Annotated[str, Tag("a string")] | _Items, Discriminator(_text_kind)] = Field(
+    input: Annotated[Annotated[str, Tag("a string")] | _Items, Discriminator(content_kind)] = Field(
         default_factory=list
     )
     instructions: str | None = None
@@ -170,7 +165,7 @@ class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
             return None
         if asked.type == "json_object":
             return JSON_OBJECT
-        return Grammar(GrammarKind.JSON_SCHEMA, _required(asked.json_schema, "text.format.schema"))
+        return Grammar(GrammarKind.JSON_SCHEMA, required(asked.json_schema, "text.format.schema"))
 
     def asked_tools(self) -> Tools:
         """Return the tools of the turn; raises InvalidRequestError."""
@@ -180,12 +175,12 @@ class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
         if choice is None or isinstance(choice, str):
             return chosen(specs, choice or "auto", None, is_parallel)
         if choice.type == "function":
-            return chosen(specs, "required", [_required(choice.name, "tool_choice.name")], is_parallel)
+            return chosen(specs, "required", [required(choice.name, "tool_choice.name")], is_parallel)
         names = []
         for index, tool in enumerate(choice.tools or ()):
             name = tool.get("name") if isinstance(tool, dict) else None
             names.append(
-                _required(name if isinstance(name, str) else None, f"tool_choice.tools[{index}].name")
+                required(name if isinstance(name, str) else None, f"tool_choice.tools[{index}].name")
             )
         return chosen(specs, choice.mode or "auto", names, is_parallel)
 
@@ -225,7 +220,7 @@ def _tool(tool: ResponsesTool, param: str) -> ToolSpec:
         raise InvalidRequestError(
             f"{param}.type: {tool.type!r} is not supported, function is", f"{param}.type"
         )
-    name = _required(tool.name, f"{param}.name")
+    name = required(tool.name, f"{param}.name")
     function = FunctionTool(
         name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
@@ -243,15 +238,15 @@ def _add(turns: list[ChatMessage], item: InputMessage | InputItem, param: str, c
         return
     match item.type:
         case "function_call":
-            call_id = _required(item.call_id, f"{param}.call_id")
-            name = _required(item.name, f"{param}.name")
+            call_id = required(item.call_id, f"{param}.call_id")
+            name = required(item.name, f"{param}.name")
             arguments = past_arguments(item.arguments or "", f"{param}.arguments")
             call_ids.add(call_id)
             if not _is_open(turns):
                 turns.append(ChatMessage("assistant", ""))
             turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, PastCall(call_id, name, arguments)))
         case "function_call_output":
-            call_id = _required(item.call_id, f"{param}.call_id")
+            call_id = required(item.call_id, f"{param}.call_id")
             if call_id not in call_ids:
                 raise InvalidRequestError(
                     f"{param}.call_id: no call before it has the id {call_id[:100]!r}", f"{param}.call_id"
@@ -281,9 +276,3 @@ def _plain(content: str | Sequence[ItemPart] | None, param: str) -> str:
             raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", where)
         lines.append(text)
     return "\n".join(lines)
-
-
-def _required(value: str | None, param: str) -> str:
-    if value is None:
-        raise InvalidRequestError(f"{param} is missing", param)
-    return value
