@@ -4,10 +4,12 @@
 
 Every size runs the trace (copied as often as there are nodes for it) through replay with
 `scheduler.place` timed from outside: queues, caches and index are those of a serving
-cluster, not of an empty one. Seconds are the thread's own on the processor, so that a busy
-machine's other work counts only by the caches it spoils. The sizes take turns over several
-rounds, because the machine's speed drifts: ratios between sizes mean more than the
-microseconds.
+cluster, not of an empty one. It runs with the settings of the papers (`cluster_options.PLAIN`)
+and with those that the service ships with: roles follow the load, steps have budgets, a copy
+has its price, predictions are corrected, and each request names replay's usual bounds.
+Seconds are the thread's own on the processor, so that a busy machine's other work counts
+only by the caches it spoils. Sizes and settings take turns over several rounds, because the
+machine's speed drifts: ratios between them mean more than the microseconds.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from base.config import SchedulerConfig
 from bench.about_run import about_run
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
-from conductor.placing.prefill_policies import PrefillPolicy
+from conductor.placing.prefill_policies import PrefillPolicy, scheduler_settings
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profiles.reader import load_profile
+from conductor.replay.arguments import DEFAULT_SLO
 from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.trace import Trace, arrivals
@@ -59,12 +63,34 @@ class TimedPlace:
         return result
 
 
-def measure_place(trace: Trace, nodes: int, requests: int) -> dict[str, float]:
+def plain(nodes: int, block_size: int) -> ClusterOptions:
+    """Return a cluster of so many prefill nodes and decode nodes, as the papers have it."""
+    return ClusterOptions(nodes, nodes, block_size)
+
+
+def shipped(nodes: int, block_size: int) -> ClusterOptions:
+    """Return the same cluster as the service ships, whose requests name bounds."""
+    service = SchedulerConfig()
+    return ClusterOptions(
+        nodes,
+        nodes,
+        block_size,
+        settings=scheduler_settings(service),
+        learns=True,
+        max_waiting=service.max_waiting,
+        patience_s=service.patience_s,
+        slo=DEFAULT_SLO,
+    )
+
+
+CLUSTERS = {"plain": plain, "shipped": shipped}
+
+
+def measure_place(trace: Trace, options: ClusterOptions, requests: int) -> dict[str, float]:
     """Return mean and percentiles in microseconds, the first half being warm-up."""
     timed = TimedPlace()
-    cost = CostModel(load_profile("a800-llama70b"))
-    scale = max(1, nodes // NODES_PER_COPY)
-    cluster = SimCluster(cost, ClusterOptions(nodes, nodes, trace.block_size), timed)
+    scale = max(1, options.prefill_nodes // NODES_PER_COPY)
+    cluster = SimCluster(CostModel(load_profile("a800-llama70b")), options, timed)
     cluster.run(arrivals(trace, 1.0, scale, 3.0, max(1, requests // scale), 0))
     micros = sorted(second * 1e6 for second in timed.seconds[len(timed.seconds) // 2 :])
     return {
@@ -100,28 +126,36 @@ def main() -> None:
     gc.disable()
     rounds: list[dict[str, Any]] = []
     for _ in range(args.rounds):
-        row: dict[str, Any] = {str(size): measure_place(trace, size, args.requests) for size in sizes}
-        row["growth"] = row[str(sizes[-1])]["mean_us"] / row[str(sizes[0])]["mean_us"]
+        row: dict[str, Any] = {
+            name: {
+                str(size): measure_place(trace, cluster(size, trace.block_size), args.requests)
+                for size in sizes
+            }
+            for name, cluster in CLUSTERS.items()
+        }
         row["index_events_per_s"] = measure_index(sizes[-1])
         rounds.append(row)
         print(json.dumps(row))
-    result = {
-        "about": about_run(),
-        "median": {
-            **{
-                size: {
-                    key: median(row[size][key] for row in rounds) for key in ("mean_us", "p50_us", "p99_us")
-                }
-                for size in map(str, sizes)
-            },
-            "growth": median(row["growth"] for row in rounds),
-            "index_events_per_s": median(row["index_events_per_s"] for row in rounds),
-        },
-        "rounds": rounds,
-    }
+    result = {"about": about_run(), "median": medians(rounds, sizes), "rounds": rounds}
     print(json.dumps(result["median"], indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def medians(rounds: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+    """Return the medians of all rounds, by settings and size."""
+    found: dict[str, Any] = {
+        name: {
+            str(size): {
+                key: median(row[name][str(size)][key] for row in rounds)
+                for key in ("mean_us", "p50_us", "p99_us")
+            }
+            for size in sizes
+        }
+        for name in CLUSTERS
+    }
+    found["index_events_per_s"] = median(row["index_events_per_s"] for row in rounds)
+    return found
 
 
 if __name__ == "__main__":
