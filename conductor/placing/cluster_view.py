@@ -107,8 +107,8 @@ class ClusterView:
         if slot == len(self._slots):
             self._slots.append(None)
         capacity_tokens = info.num_blocks * info.block_size
-        events = NodeEvents(self.index, slot)
-        node = NodeState(info, slot, events, capacity_tokens, float(capacity_tokens))
+        events, learned = NodeEvents(self.index, slot), self.corrections.of(info.node_id)
+        node = NodeState(info, slot, events, learned, capacity_tokens, float(capacity_tokens))
         self._slots[slot] = self._nodes[info.node_id] = node
         self._refresh_roles(node, now_s)
         return node
@@ -476,9 +476,7 @@ class ClusterView:
     def _step_s(self, node: NodeState) -> float:
         """Return the predicted seconds of a step without prompts, with all who are to decode on a node."""
         step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
-        if self.corrections.has_learned:
-            step_s *= self.corrections.ratio(node.info.node_id, "decode")
-        return step_s
+        return step_s * node.learned.decode.ratio
 
     def note_lent(self, node: NodeState) -> None:
         """Let `lent_mask` say whether `node` is a prefill node that decodes."""

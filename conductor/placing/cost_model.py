@@ -65,6 +65,7 @@ class CostModel:
         self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
         computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
         self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
+        self._transfer = (profile.transfer_fixed_s, profile.kv_token_bytes, profile.transfer_bytes_per_s)
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
         self._experts_s, self._expert_share = profile.decode_experts_s, profile.expert_share
 
@@ -103,10 +104,8 @@ class CostModel:
         """Return the seconds to move the KV of `tokens` at `share` of a link; 0 tokens cost nothing."""
         if tokens <= 0:
             return 0.0
-        profile = self.profile
-        return profile.transfer_fixed_s + tokens * profile.kv_token_bytes / (
-            profile.transfer_bytes_per_s * share
-        )
+        fixed, token_bytes, bytes_per_s = self._transfer
+        return fixed + tokens * token_bytes / (bytes_per_s * share)
 
     def fetch_share(self, is_prefilling: bool, num_fetches: int) -> float:
         """Return the share of a node's link that one more fetch from it would get.
@@ -127,7 +126,8 @@ class CostModel:
         """
         layers = self.profile.num_layers
         whole_s = self.transfer_s(tokens)
-        return max(0.0, whole_s - compute_s * (layers - 1) / layers) + whole_s / layers
+        late_s = whole_s - compute_s * (layers - 1) / layers
+        return (late_s if late_s > 0.0 else 0.0) + whole_s / layers
 
     def load_s(self, tokens: int, from_disk: bool = False) -> float:
         """Return the seconds to bring the KV of `tokens` up from host memory or disk.
@@ -141,7 +141,7 @@ class CostModel:
         return tokens * self.profile.kv_token_bytes / self.profile.disk_bytes_per_s
 
 
-class _Learned:
+class LearnedTerm:
     """Fading means, for one node and term, of the logarithms of measured/predicted and of the predicted."""
 
     __slots__ = ("covariance", "error", "log_ratio", "number", "ratio", "trend", "usual_s", "variance")
@@ -170,7 +170,11 @@ class _Learned:
     def corrected_s(self, predicted_s: float) -> float:
         if not self.trend or predicted_s <= 0:
             return predicted_s * self.ratio
-        off_size = _within(math.log(predicted_s / self.usual_s), TREND_REACH)
+        off_size = math.log(predicted_s / self.usual_s)
+        if off_size > TREND_REACH:
+            off_size = TREND_REACH
+        elif off_size < -TREND_REACH:
+            off_size = -TREND_REACH
         return predicted_s * self.ratio * math.exp(self.trend * off_size)
 
     def approach(self, log_ratio: float) -> None:
@@ -186,6 +190,22 @@ class _Learned:
         self.trend *= factor
 
 
+UNKNOWN = LearnedTerm(1.0, 1.0)
+"""Stands for a term of which nothing was measured."""
+
+
+class NodeCorrections:
+    """Measured over predicted seconds of one node, by term; its `NodeState` keeps them at hand."""
+
+    __slots__ = ("added_s", "decode", "handoff", "has_added", "prefill")
+
+    def __init__(self) -> None:
+        self.prefill = self.handoff = self.decode = UNKNOWN
+        self.added_s = 0.0
+        """Seconds of a request that are in no term."""
+        self.has_added = False
+
+
 class Corrections:
     """Measured over predicted seconds, per node and term, learned while serving.
 
@@ -194,12 +214,17 @@ class Corrections:
     """
 
     def __init__(self) -> None:
-        self._learned: dict[tuple[str, str], _Learned] = {}
-        self._added_s: dict[str, float] = {}
+        self._nodes: dict[str, NodeCorrections] = {}
+        self._learned: dict[tuple[str, str], LearnedTerm] = {}
         self.changed: set[str] = set()
         """Nodes of which the pace of prefill was learned anew; whoever takes it in empties it."""
-        self.has_learned = False
-        """Whether anything ever was: who asks often looks here first."""
+
+    def of(self, node_id: str) -> NodeCorrections:
+        """Return what is learned of a node, which goes on changing until the node is forgotten."""
+        known = self._nodes.get(node_id)
+        if known is None:
+            known = self._nodes[node_id] = NodeCorrections()
+        return known
 
     def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float, count: int = 1) -> None:
         """Learn from one measurement, of `count` together. `predicted_s`: by the profile alone."""
@@ -209,14 +234,13 @@ class Corrections:
         log_ratio = math.log(min(high, max(low, measured_s / predicted_s)))
         known = self._learned.get((node_id, term))
         if known is None:
-            known = self._learned[node_id, term] = _Learned(math.exp(log_ratio), predicted_s / count)
+            known = self._know(node_id, term, LearnedTerm(math.exp(log_ratio), predicted_s / count))
         known.observe(log_ratio, predicted_s / count)
-        self._has_learned(node_id, term)
+        self._note_changed(node_id, term)
 
     def ratio(self, node_id: str, term: str) -> float:
         """Return what to multiply a prediction with, of usual size; 1 before anything was measured."""
-        known = self._learned.get((node_id, term))
-        return 1.0 if known is None else known.ratio
+        return self._learned.get((node_id, term), UNKNOWN).ratio
 
     def ratios(self) -> dict[tuple[str, ...], float]:
         """Return all that is learned, by node and term."""
@@ -224,68 +248,69 @@ class Corrections:
 
     def corrected_s(self, node_id: str, term: str, predicted_s: float) -> float:
         """Return a prediction of the profile's as it will be by what was learned, its size regarded."""
-        known = self._learned.get((node_id, term))
-        return predicted_s if known is None else known.corrected_s(predicted_s)
+        return self._learned.get((node_id, term), UNKNOWN).corrected_s(predicted_s)
 
     def trend(self, node_id: str, term: str) -> tuple[float, float]:
         """Return the power of the predicted seconds that the ratio grows with, and their usual number."""
-        known = self._learned.get((node_id, term))
-        return (0.0, 1.0) if known is None else (known.trend, known.usual_s)
+        known = self._learned.get((node_id, term), UNKNOWN)
+        return known.trend, known.usual_s
 
     def relative_error(self, node_id: str, term: str) -> float:
         """Return the mean relative error left after correction; 0 before anything was measured."""
-        known = self._learned.get((node_id, term))
-        return 0.0 if known is None else math.expm1(known.error)
+        return math.expm1(self._learned.get((node_id, term), UNKNOWN).error)
 
     def observe_added(self, node_id: str, measured_s: float) -> None:
         """Learn the seconds of a request that are in no term."""
-        known = self._added_s.get(node_id)
-        gain = 1.0 if known is None else CORRECTION_GAIN
-        known = known or 0.0
+        node = self.of(node_id)
+        known, gain = node.added_s, CORRECTION_GAIN if node.has_added else 1.0
         # one stall of some seconds would otherwise be predicted for the next ten requests
         measured_s = min(measured_s, 4 * known + MIN_ADDED_S)
-        self._added_s[node_id] = known + gain * (measured_s - known)
-        self.has_learned = True
+        node.added_s, node.has_added = known + gain * (measured_s - known), True
 
     def added_s(self, node_id: str) -> float:
         """Return the seconds to add to a prediction; 0 before anything was measured."""
-        return self._added_s.get(node_id, 0.0)
+        known = self._nodes.get(node_id)
+        return 0.0 if known is None else known.added_s
 
     def restore_added(self, node_id: str, seconds: float) -> None:
         """Make `seconds` exactly what is known of a node: for decisions made again."""
-        self._added_s[node_id] = seconds
-        self.has_learned = True
+        node = self.of(node_id)
+        node.added_s, node.has_added = seconds, True
 
     def restore(
         self, node_id: str, term: str, ratio: float, trend: float = 0.0, usual_s: float = 1.0
     ) -> None:
         """Make this exactly what is known of a node: for decisions made again."""
-        self._learned[node_id, term] = _Learned(ratio, usual_s, trend)
-        self._has_learned(node_id, term)
+        self._know(node_id, term, LearnedTerm(ratio, usual_s, trend))
+        self._note_changed(node_id, term)
 
     def relax(self, factor: float) -> None:
         """Believe what was learned less: keep `factor` of it, as logarithms; 0 leaves the profile alone."""
         for (node_id, term), known in self._learned.items():
             known.relax(factor)
-            self._has_learned(node_id, term)
-        for node_id in self._added_s:
-            self._added_s[node_id] *= factor
+            self._note_changed(node_id, term)
+        for node in self._nodes.values():
+            node.added_s *= factor
 
     def doubt(self, node_id: str, other_id: str, term: str) -> None:
         """Believe half as much that a node is slower, by its profile, than another is by its own."""
         known, other = self._learned.get((node_id, term)), self._learned.get((other_id, term))
         if known is not None and other is not None and known.log_ratio > other.log_ratio:
             known.approach(other.log_ratio)
-            self._has_learned(node_id, term)
+            self._note_changed(node_id, term)
 
-    def _has_learned(self, node_id: str, term: str) -> None:
-        self.has_learned = True
+    def _know(self, node_id: str, term: str, learned: LearnedTerm) -> LearnedTerm:
+        setattr(self.of(node_id), term, learned)
+        self._learned[node_id, term] = learned
+        return learned
+
+    def _note_changed(self, node_id: str, term: str) -> None:
         if term == "prefill":
             self.changed.add(node_id)
 
     def forget(self, node_id: str) -> None:
         """Drop what was learned of a node that left."""
-        self._added_s.pop(node_id, None)
+        self._nodes.pop(node_id, None)
         for key in [key for key in self._learned if key[0] == node_id]:
             del self._learned[key]
 

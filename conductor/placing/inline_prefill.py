@@ -24,7 +24,7 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
-from conductor.placing.prefill_policies import copied_s
+from conductor.placing.prefill_policies import copied_s, depth_at, matched_tokens
 from conductor.placing.prompt_share import LEAST_SHARE, MOST_LOAD, decode_load, prompt_share
 from kvstore.index import Group
 
@@ -39,25 +39,30 @@ Beside = tuple[float, float, float]
 def inline_placement(
     request: PlacementRequest,
     other: Placement,
+    computing: NodeState,
+    decoding: NodeState,
     groups: list[Group],
     view: ClusterView,
     cost: CostModel,
 ) -> Placement:
-    """Return a placement on a decode node alone, if that is better than `other`; else `other`."""
-    if other.prefill_node == other.decode_node:
+    """Return a placement on a decode node alone, if that is better than `other`; else `other`.
+
+    `computing`, `decoding`: the nodes of `other`.
+    """
+    if computing is decoding:
         return other
-    best = other
-    least_s = other.predicted_ttft_s + copied_s(request, other, groups, view) + _delayed_s(other, view)
-    dear = TAKEN * view.room_price.price
-    for node, depth in _candidates(other, groups, view, request.avoid):
+    best, copied = other, copied_s(request, other, computing, decoding, groups, view)
+    least_s = other.predicted_ttft_s + copied + _delayed_s(other, view)
+    for node, depth in _candidates(decoding, groups, view, request.avoid):
         beside = beside_decoding(request, node, depth, view, cost)
         # what it takes of others, and of caches, comes on top
-        if beside is None or _ttft_s(node, beside, view) >= least_s:
+        if beside is None or _ttft_s(node, beside) >= least_s:
             continue
         found = _inline(request, other, node, depth, beside, view, cost)
-        load = min(MOST_LOAD, decode_load(node, cost, view.corrections.ratio(node.info.node_id, "decode")))
+        load = min(MOST_LOAD, decode_load(node, cost, node.learned.decode.ratio))
+        dear = TAKEN * view.room_price.price
         taken_s = found.prefill_s * found.prompt_share * dear * load / (1.0 - load)
-        cost_s = found.predicted_ttft_s + copied_s(request, found, groups, view) + taken_s
+        cost_s = found.predicted_ttft_s + copied_s(request, found, node, node, groups, view) + taken_s
         if cost_s < least_s:
             best, least_s = found, cost_s
     return best
@@ -65,18 +70,21 @@ def inline_placement(
 
 def _delayed_s(other: Placement, view: ClusterView) -> float:
     """Return the seconds by which a prompt on a prefill node delays all who wait behind it."""
-    num_behind = max(0, view.num_waiting - 1)  # whoever is tried is the first of them
+    num_behind = view.num_waiting - 1  # whoever is tried is the first of them
+    if num_behind <= 0:
+        return 0.0
     return other.prefill_s * other.prompt_share * num_behind / max(1, view.prefill_mask.bit_count())
 
 
 def _candidates(
-    other: Placement, groups: list[Group], view: ClusterView, avoid: Sequence[NodeId]
+    chosen: NodeState, groups: list[Group], view: ClusterView, avoid: Sequence[NodeId]
 ) -> list[tuple[NodeState, int]]:
-    chosen = view.node(other.decode_node)
-    found = [(chosen, next((depth for depth, mask in groups if mask >> chosen.slot & 1), 0))]
+    found = [(chosen, depth_at(chosen.slot, groups))]
     members = view.decode_mask & ~view.prefill_mask & ~view.mask_of(avoid)
     for depth, mask in groups:
-        slot = view.decode_order.least(mask & members)
+        if not (holders := mask & members):
+            continue
+        slot = view.decode_order.least(holders)
         if slot is not None:
             if slot != chosen.slot:
                 found.append((view.node_at(slot), depth))
@@ -94,10 +102,9 @@ def _inline(
     cost: CostModel,
 ) -> Placement:
     queue_s, prefill_s, share = beside
-    node_id, matched = node.info.node_id, _matched(request, depth, view)
+    node_id, matched = node.info.node_id, matched_tokens(request, depth, view)
     context_tokens = node.decode_context_tokens + request.num_tokens
-    ratio = view.corrections.ratio(node_id, "decode")
-    tbt_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens) * ratio
+    tbt_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens) * node.learned.decode.ratio
     return other._replace(
         prefill_node=node_id,
         decode_node=node_id,
@@ -110,9 +117,9 @@ def _inline(
         fetch_s=0.0,
         prefill_s=prefill_s,
         handoff_s=0.0,
-        predicted_ttft_s=_ttft_s(node, beside, view),
+        predicted_ttft_s=_ttft_s(node, beside),
         predicted_tbt_s=tbt_s,
-        dispatch_s=view.corrections.added_s(node_id),
+        dispatch_s=node.learned.added_s,
         is_inline=True,
         prompt_share=share,
     )
@@ -128,21 +135,18 @@ def beside_decoding(
     needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
     if node.free_tokens < needed:
         return None
-    node_id, matched = node.info.node_id, _matched(request, depth, view)
-    prefill_s = cost.prefill_s(request.num_tokens - matched, matched)
-    prefill_s = view.corrections.corrected_s(node_id, "prefill", prefill_s)
+    matched = matched_tokens(request, depth, view)
+    prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - matched, matched))
+    if not node.running_sequences:
+        return node.queued_s, prefill_s, 1.0
     step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
-    step_s *= view.corrections.ratio(node_id, "decode")
+    step_s *= node.learned.decode.ratio
     share = prompt_share(node, step_s)
     if share < LEAST_SHARE:
         return None
-    return node.queued_s + (step_s if node.running_sequences else 0.0), prefill_s / share, share
+    return node.queued_s + step_s, prefill_s / share, share
 
 
-def _ttft_s(node: NodeState, beside: Beside, view: ClusterView) -> float:
+def _ttft_s(node: NodeState, beside: Beside) -> float:
     queue_s, prefill_s, _ = beside
-    return queue_s + prefill_s + view.corrections.added_s(node.info.node_id)
-
-
-def _matched(request: PlacementRequest, depth: int, view: ClusterView) -> int:
-    return min(depth * view.block_size, request.num_tokens - 1)
+    return queue_s + prefill_s + node.learned.added_s

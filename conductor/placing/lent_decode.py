@@ -63,8 +63,9 @@ def lent_node(
         return None
     moved = len(request.chain) - found.decode_matched_blocks
     stored_s = moved * copy_s(view) * view.node(found.decode_node).evict_share
-    is_dear = stored_s > _taken_s(request, computing, view, cost, now_s)
-    return computing if is_dear and _bears(request, computing, needed, view, cost) else None
+    if not stored_s or stored_s <= _taken_s(request, computing, view, cost, now_s):
+        return None
+    return computing if _bears(request, computing, needed, view, cost) else None
 
 
 def _taken_s(
@@ -76,8 +77,8 @@ def _taken_s(
     """
     before = 1.0
     if node.decode_sequences:
-        before = share_when_begun(node, cost, view.corrections.ratio(node.info.node_id, "decode"))
-    step_s = _joined_s(request, node, view, cost)
+        before = share_when_begun(node, cost, node.learned.decode.ratio)
+    step_s = _joined_s(request, node, cost)
     after = max(0.0, share_beside(step_s, bearable_s(request, node, cost)))
     busy = min(1.0, view.prefill_demand.at(now_s) / view.prefill_mask.bit_count())
     return view.expected_output_tokens(request.max_tokens) * step_s * max(0.0, before - after) * busy
@@ -85,8 +86,11 @@ def _taken_s(
 
 def bearable_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:
     """Return how long a step without prompts may be on a node, once a request decodes there."""
-    _, mean_s, longest_s = request.slo
-    bound_s = min(mean_s, longest_s, node.tightest_tbt_s)
+    _, bound_s, longest_s = request.slo
+    if longest_s < bound_s:
+        bound_s = longest_s
+    if node.tightest_tbt_s < bound_s:
+        bound_s = node.tightest_tbt_s
     if bound_s == inf:
         return target_gap_s(cost.decode_step_s(1, request.num_tokens))
     return KEPT_MEAN * bound_s
@@ -135,7 +139,7 @@ def _keeps_prompts(request: PlacementRequest, node: NodeState, view: ClusterView
     bound_s = request.slo.ttft_slo_s
     if bound_s == inf:
         return True
-    share = share_beside(_joined_s(request, node, view, cost), bearable_s(request, node, cost))
+    share = share_beside(_joined_s(request, node, cost), bearable_s(request, node, cost))
     return share >= LEAST_SHARE and view.mean_prefill_s / share <= IN_TIME * bound_s
 
 
@@ -146,11 +150,11 @@ def _bears(
     is_member = view.prefill_mask & ~view.decode_mask & 1 << node.slot
     if not is_member or node.free_tokens < needed or node.info.node_id in request.avoid:
         return False
-    return _joined_s(request, node, view, cost) <= bearable_s(request, node, cost)
+    return _joined_s(request, node, cost) <= bearable_s(request, node, cost)
 
 
-def _joined_s(request: PlacementRequest, node: NodeState, view: ClusterView, cost: CostModel) -> float:
+def _joined_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:
     """Return the predicted seconds of a step without prompts, once a request decodes on a node."""
     context_tokens = node.decode_context_tokens + request.num_tokens
     step_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens)
-    return step_s * view.corrections.ratio(node.info.node_id, "decode")
+    return step_s * node.learned.decode.ratio

@@ -11,6 +11,7 @@ from base.grants import PeerDescriptor
 from base.kv_layout import layout_difference
 from base.messages import NodeInfo
 from base.request import NodeId, Role
+from conductor.placing.cost_model import NodeCorrections
 from kvstore.index import NodeEvents
 
 
@@ -21,6 +22,7 @@ class NodeState:
     info: NodeInfo
     slot: int
     events: NodeEvents
+    learned: NodeCorrections
     capacity_tokens: int
     reported_free_tokens: float
     is_member: bool = True
@@ -65,7 +67,8 @@ class NodeState:
     @property
     def free_tokens(self) -> float:
         """Tokens of KV that are free or evictable, as far as we know."""
-        return min(self.capacity_tokens - self.peak_tokens, self.reported_free_tokens)
+        left, reported = self.capacity_tokens - self.peak_tokens, self.reported_free_tokens
+        return left if left < reported else reported
 
 
 @dataclass(slots=True, eq=False)

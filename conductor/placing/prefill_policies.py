@@ -1,8 +1,8 @@
 """Prefill policies: which node computes a prompt. `scheduler.place` asks the one that its settings name.
 
 A new policy is a function here and its line in `POLICIES`. It chooses among the prefill nodes of a view;
-choosing the decode node, admission, recording and explaining are the same for all. `candidate` and
-`fetching_candidate` say what a node would take by the cost model, with a fetch and without.
+choosing the decode node, admission, recording and explaining are the same for all. `candidate` says what a
+node would take by the cost model, and `PrefillComparison` also with a fetch, and what others lose by it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class PrefillChoice:
         queue_s: float,
         fetch_s: float,
         prefill_s: float,
+        prompt_share: float = 1.0,
     ) -> None:
         self.slot = slot
         self.local_blocks = local_blocks
@@ -63,7 +64,7 @@ class PrefillChoice:
         self.queue_s = queue_s
         self.fetch_s = fetch_s
         self.prefill_s = prefill_s
-        self.prompt_share = 1.0
+        self.prompt_share = prompt_share
         """The prompt's share of the node's time, beside sequences that were lent to it. In `prefill_s`."""
         self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
         """Seconds until its last layer is computed: the longer of queue and fetch, and prefill."""
@@ -122,6 +123,8 @@ class PrefillComparison:
 
     __slots__ = (
         "_best_blocks",
+        "_best_prefill_s",
+        "_best_tokens",
         "_block_s",
         "_cost",
         "_handoff_s",
@@ -129,8 +132,9 @@ class PrefillComparison:
         "_most_blocks",
         "_now_s",
         "_request",
-        "_settings",
         "_source",
+        "_source_share",
+        "_threshold",
         "_view",
     )
 
@@ -144,8 +148,8 @@ class PrefillComparison:
         now_s: float,
     ) -> None:
         """`groups` are of all holders, as in a policy."""
-        self._request, self._view, self._cost = request, view, cost
-        self._settings, self._now_s = settings, now_s
+        self._request, self._view, self._cost, self._now_s = request, view, cost, now_s
+        self._threshold = settings.kvcache_balancing_threshold
         self._best_blocks, self._holders = NOBODY
         if settings.fetches:
             self._best_blocks, self._holders = deepest_holders(request, groups, view)
@@ -156,27 +160,45 @@ class PrefillComparison:
 
     def choice(self, slot: int, depth: int) -> PrefillChoice:
         """Return how a node that holds `depth` blocks would do it: by itself, or by a fetch."""
-        request, view = self._request, self._view
-        own = candidate(request, slot, depth, view, self._cost, self._now_s)
-        self._weigh(own)
+        own = candidate(self._request, slot, depth, self._view, self._cost, self._now_s)
+        # until its KV is sent, and what the copies that it makes take from others
+        least_s, others_s = own.queue_s + self._handoff_s, 0.0
+        if self._block_s and (copied := self._most_blocks - depth):
+            others_s = self._block_s * copied * self._view.node_at(slot).evict_share
+        own.cost_s = (own.ready_s if own.ready_s > least_s else least_s) + others_s
         if depth >= self._best_blocks:
             return own
-        if self._source is None:
-            self._source = best_source(self._holders, view)
-        fetching = fetching_candidate(request, own, self._best_blocks, self._source, view, self._cost)
-        self._weigh(fetching)
-        return fetching if prefers_fetch(own, fetching, self._settings) else own
+        fetching = self._fetching(own)
+        fetching.cost_s = (fetching.ready_s if fetching.ready_s > least_s else least_s) + others_s
+        if self._threshold is None:
+            return fetching if fetching.cost_s < own.cost_s else own
+        return fetching if fetching.matched_blocks >= self._threshold * depth else own
 
-    def _weigh(self, choice: PrefillChoice) -> None:
-        sent_s = choice.queue_s + self._handoff_s
-        cost_s = choice.ready_s if choice.ready_s > sent_s else sent_s
-        if self._block_s and (copied := self._most_blocks - choice.local_blocks):
-            cost_s += self._block_s * copied * self._view.node_at(choice.slot).evict_share
-        choice.cost_s = cost_s
+    def _fetching(self, own: PrefillChoice) -> PrefillChoice:
+        """Return what it takes for the same node to fetch the longest prefix first."""
+        request, view, cost, blocks = self._request, self._view, self._cost, self._best_blocks
+        source = self._source
+        if source is None:
+            self._source = source = best_source(self._holders, view)
+            self._source_share = cost.fetch_share(source.num_queued > 0, source.num_outgoing)
+            self._best_tokens = prefix = matched_tokens(request, blocks, view)
+            self._best_prefill_s = cost.prefill_s(request.num_tokens - prefix, prefix)
+        missing = self._best_tokens - matched_tokens(request, own.local_blocks, view)
+        fetch_s = cost.transfer_s(missing, self._source_share)
+        prefill_s = view.node_at(own.slot).learned.prefill.corrected_s(self._best_prefill_s)
+        share = own.prompt_share
+        return PrefillChoice(
+            own.slot, own.local_blocks, blocks, source.slot, own.queue_s, fetch_s, prefill_s / share, share
+        )
 
 
 def copied_s(
-    request: PlacementRequest, placement: Placement, groups: list[Group], view: ClusterView
+    request: PlacementRequest,
+    placement: Placement,
+    computing: NodeState,
+    decoding: NodeState,
+    groups: list[Group],
+    view: ClusterView,
 ) -> float:
     """Return what the blocks cost others that a placement stores twice: on a prefill and a decode node.
 
@@ -186,7 +208,6 @@ def copied_s(
     block_s = copy_s(view)
     if not block_s:
         return 0.0
-    computing, decoding = view.node(placement.prefill_node), view.node(placement.decode_node)
     held = groups[0][0] if groups else 0
     seconds = (held - placement.local_blocks) * computing.evict_share * block_s
     if decoding is not computing:
@@ -197,7 +218,8 @@ def copied_s(
 
 def copy_s(view: ClusterView) -> float:
     """Return the seconds that a block copied takes from others, in a cache that is full."""
-    return LATER * view.copy_price.block_s * (1.0 + view.num_behind)
+    block_s = view.copy_price.block_s
+    return LATER * block_s * (1.0 + view.num_behind) if block_s else 0.0
 
 
 def least_loaded(
@@ -240,61 +262,25 @@ def candidate(
     now_s: float,
 ) -> PrefillChoice:
     """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
+    node = view.node_at(slot)
     queue_s = view.prefill_order.value(slot) - now_s
     if queue_s < 0.0:
         queue_s = 0.0
-    prefill_s = _prefill_s(request, slot, depth, view, cost)
-    found = PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
-    return _beside_lent(found, view, cost) if view.lent_mask >> slot & 1 else found
-
-
-def fetching_candidate(
-    request: PlacementRequest,
-    own: PrefillChoice,
-    best_blocks: int,
-    source: NodeState,
-    view: ClusterView,
-    cost: CostModel,
-) -> PrefillChoice:
-    """Return what it takes for the same node to fetch up to `best_blocks` first."""
-    missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
-    fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
-    prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
-    found = PrefillChoice(
-        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
-    )
-    return _beside_lent(found, view, cost) if view.lent_mask >> own.slot & 1 else found
-
-
-def _beside_lent(found: PrefillChoice, view: ClusterView, cost: CostModel) -> PrefillChoice:
-    """Return what it takes beside the sequences that decode on a prefill node."""
-    node = view.node_at(found.slot)
-    ratio = view.corrections.ratio(node.info.node_id, "decode")
-    share = max(LEAST_SHARE, share_when_begun(node, cost, ratio))
-    beside = PrefillChoice(
-        found.slot,
-        found.local_blocks,
-        found.matched_blocks,
-        found.source_slot,
-        found.queue_s,
-        found.fetch_s,
-        found.prefill_s / share,
-    )
-    beside.prompt_share = share
-    return beside
-
-
-def prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
-    """Return whether a node should fetch rather than compute all it lacks."""
-    threshold = settings.kvcache_balancing_threshold
-    if threshold is None:
-        return fetching.cost_s < own.cost_s
-    return fetching.matched_blocks >= threshold * own.local_blocks
+    prefix = matched_tokens(request, depth, view)
+    prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - prefix, prefix))
+    share = 1.0
+    if view.lent_mask >> slot & 1:
+        # beside the sequences that decode on a prefill node
+        share = max(LEAST_SHARE, share_when_begun(node, cost, node.learned.decode.ratio))
+    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s / share, share)
 
 
 def depth_at(slot: int, groups: list[Group]) -> int:
     """Return how many leading blocks the node in `slot` holds."""
-    return next((depth for depth, mask in groups if mask >> slot & 1), 0)
+    for depth, mask in groups:
+        if mask >> slot & 1:
+            return depth
+    return 0
 
 
 def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) -> int:
@@ -311,14 +297,6 @@ def best_source(mask: int, view: ClusterView) -> NodeState:
 
 
 _num_outgoing = attrgetter("num_outgoing")
-
-
-def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:
-    prefix = matched_tokens(request, depth, view)
-    seconds = cost.prefill_s(request.num_tokens - prefix, prefix)
-    if view.corrections.has_learned:
-        return view.corrections.corrected_s(view.node_at(slot).info.node_id, "prefill", seconds)
-    return seconds
 
 
 def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:

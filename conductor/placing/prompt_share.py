@@ -22,7 +22,8 @@ def prompt_share(node: NodeState, step_s: float) -> float:
 
     `step_s`: predicted seconds of a step without prompts.
     """
-    return _share(node, step_s) if node.running_sequences else 1.0
+    bound_s = node.tightest_tbt_s
+    return share_beside(step_s, target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s)
 
 
 def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
@@ -34,17 +35,12 @@ def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
     Args:
         ratio: How much longer the node's steps take than predicted.
     """
-    return _share(node, cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio)
+    return prompt_share(node, cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio)
 
 
 def share_beside(step_s: float, length_s: float) -> float:
     """Return the share of prompts in steps of a length, `step_s` of which are for those who decode."""
     return CHUNK_SHARE * (length_s - step_s) / length_s
-
-
-def _share(node: NodeState, step_s: float) -> float:
-    bound_s = node.tightest_tbt_s
-    return share_beside(step_s, target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s)
 
 
 def decode_load(node: NodeState, cost: CostModel, ratio: float) -> float:

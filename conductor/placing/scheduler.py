@@ -90,13 +90,12 @@ def place(
     groups = view.index.match(request.chain)
     choose = choose_prefill or POLICIES[settings.policy]
     prefill = choose(request, groups, view, cost, settings, now_s)
-    decode = choose_decode(request, groups, view, prefill)
+    needed = tokens_needed(request, view)
+    decode = choose_decode(request, groups, view, prefill, needed)
     found = _judged(request, prefill, decode, groups, view, cost, settings, now_s)
     if not (settings.roles_follow and request.max_tokens):
         return found
-    node = lent_node(
-        request, found, view.node_at(prefill.slot), tokens_needed(request, view), view, cost, now_s
-    )
+    node = lent_node(request, found, view.node_at(prefill.slot), needed, view, cost, now_s)
     if node is None:
         return found
     lent = node, depth_at(node.slot, groups)
@@ -117,9 +116,10 @@ def _judged(
     """Return the placement on these nodes, or a better one where the prompt decodes; or why it is refused."""
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, until_a_finish_s(view))
-    placement = _combine(request, prefill, decode, view, cost)
+    computing, (decoding, decode_blocks) = view.node_at(prefill.slot), decode
+    placement = _combine(request, prefill, computing, decoding, decode_blocks, view, cost)
     if settings.roles_follow:
-        placement = inline_placement(request, placement, groups, view, cost)
+        placement = inline_placement(request, placement, computing, decoding, groups, view, cost)
     refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
         return placement
@@ -192,14 +192,17 @@ def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
 
 
 def choose_decode(
-    request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice
+    request: PlacementRequest,
+    groups: list[Group],
+    view: ClusterView,
+    prefill: PrefillChoice,
+    peak_tokens: float,
 ) -> tuple[NodeState, int] | RejectReason:
     """Return the decode node and how many leading blocks it holds already."""
     if not request.max_tokens:
         return view.node_at(prefill.slot), prefill.local_blocks
     if not view.decode_mask:
         return RejectReason.NO_DECODE_NODE
-    peak_tokens = tokens_needed(request, view)
     members = preferred(view.decode_mask, request, view)
     slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
     if slot is None and members != view.decode_mask:
@@ -266,12 +269,12 @@ def _nearer_decode(
 def _combine(
     request: PlacementRequest,
     prefill: PrefillChoice,
-    decode: tuple[NodeState, int],
+    prefill_node: NodeState,
+    decode_node: NodeState,
+    decode_blocks: int,
     view: ClusterView,
     cost: CostModel,
 ) -> Placement:
-    decode_node, decode_blocks = decode
-    prefill_node = view.node_at(prefill.slot)
     handoff_s = 0.0
     if decode_node is not prefill_node:
         tokens = request.num_tokens - decode_blocks * view.block_size
@@ -280,11 +283,9 @@ def _combine(
     if request.max_tokens:
         context_tokens = decode_node.decode_context_tokens + request.num_tokens
         step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
-    dispatch_s = 0.0
-    if view.corrections.has_learned:
-        handoff_s *= view.corrections.ratio(prefill_node.info.node_id, "handoff")
-        step_s *= view.corrections.ratio(decode_node.info.node_id, "decode")
-        dispatch_s = view.corrections.added_s(prefill_node.info.node_id)
+    handoff_s *= prefill_node.learned.handoff.ratio
+    step_s *= decode_node.learned.decode.ratio
+    dispatch_s = prefill_node.learned.added_s
     if handoff_s:
         # after what the links have to move before it
         link_free_s = max(decode_node.receiving_s, prefill.queue_s)

@@ -42,7 +42,7 @@ def test_every_request_ends_once_with_the_settings_of_the_service(
     # who names no bound is refused for want of room alone, where prefill nodes are not what lacks
     reasons = {*cluster.outcomes.rejections} - ({"no_free_blocks"} if settings is FOLLOWING else set())
     assert bool(reasons) == (slo != Slo())
-    assert cluster.view.corrections.has_learned
+    assert cluster.view.corrections.ratios()
 
 
 def test_no_more_is_queued_on_a_node_than_is_asked_for_and_nobody_is_later_for_it() -> None:
