@@ -65,17 +65,18 @@ def refusal(
         return RejectReason.TTFT, _bounded(ttft_s - bound_s), False
     if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE or not request.max_tokens:
         return None
-    tbt_s = decode_tbt_s(request, placement, view, cost, policy, now_s)
-    ratio = view.corrections.ratio(placement.decode_node, "decode")
-    bound_s = step_limit_s(slo.tbt_slo_s, cost, ratio)
-    has_room = tbt_s <= bound_s
+    node = view.node(placement.decode_node)
+    bound_s, others_s = step_limit_s(slo.tbt_slo_s, cost, node.learned.decode.ratio), 0.0
     if policy is RejectPolicy.PREDICT:
-        tbt_s += displaced_s(request, placement, view, cost)
-    if tbt_s <= bound_s:
+        others_s = displaced_s(request, placement, view, cost)
+        if _most_tbt_s(request, node, view, cost) + others_s <= bound_s:
+            return None  # whoever may have ended by then
+    tbt_s = decode_tbt_s(request, placement, view, cost, policy, now_s)
+    if tbt_s + others_s <= bound_s:
         return None
     # one sequence leaves the pool every t_d / n seconds
     in_pool = max(1, view.running_sequences)
-    return RejectReason.TBT, _bounded(view.projection.decode_s / in_pool), has_room
+    return RejectReason.TBT, _bounded(view.projection.decode_s / in_pool), tbt_s <= bound_s
 
 
 def step_limit_s(tbt_slo_s: float, cost: CostModel, ratio: float = 1.0) -> float:
@@ -99,15 +100,33 @@ def decode_tbt_s(
 
     Where prefill nodes decode too, it is at least that of the chosen node as it is.
     """
-    ratio = view.corrections.ratio(placement.decode_node, "decode")
-    node = view.node(placement.decode_node)
+    sequences, tokens = float(view.running_sequences), view.running_context_tokens
+    if policy is RejectPolicy.PREDICT:
+        sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
+    return _pool_tbt_s(request, view.node(placement.decode_node), view, cost, sequences, tokens)
+
+
+def _most_tbt_s(request: PlacementRequest, node: NodeState, view: ClusterView, cost: CostModel) -> float:
+    """Return the step time that this request would meet at most, if nobody's end came before its own."""
+    sequences = view.projection.num_sequences + view.foreign_sequences
+    tokens = view.projection.num_tokens + view.foreign_context_tokens
+    return _pool_tbt_s(request, node, view, cost, sequences, tokens)
+
+
+def _pool_tbt_s(
+    request: PlacementRequest,
+    node: NodeState,
+    view: ClusterView,
+    cost: CostModel,
+    sequences: float,
+    tokens: float,
+) -> float:
+    """Return the step time of the mean node where so many decode in all, and this request with them."""
+    ratio = node.learned.decode.ratio
     if not view.decode_mask >> node.slot & 1:
         # lent: it is no part of the pool
         context_tokens = node.decode_context_tokens + request.num_tokens
         return cost.decode_step_s(node.decode_sequences + 1, context_tokens) * ratio
-    sequences, tokens = float(view.running_sequences), view.running_context_tokens
-    if policy is RejectPolicy.PREDICT:
-        sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
     num_nodes = (view.decode_mask | view.lent_mask).bit_count()
     predicted_s = (
         cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio
@@ -127,7 +146,7 @@ def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterVi
     price = view.room_price.price
     if price <= 1.0 or not (view.num_in_flight or view.running_sequences):
         return 0.0
-    ratio = view.corrections.ratio(placement.decode_node, "decode")
+    ratio = view.node(placement.decode_node).learned.decode.ratio
     own_s = cost.decode_step_s(1, request.num_tokens) - cost.decode_step_s(0, 0)
     return (price - 1.0) * own_s * ratio
 

@@ -32,6 +32,8 @@ class DecodeProjection:
         """`initial_decode_s` is how long each decodes until requests have finished."""
         self.decode_s = initial_decode_s
         """Mean seconds that a sequence decodes."""
+        self.num_sequences = self.num_tokens = 0
+        """All that are counted, with their context: no moment has more of them."""
         self._buckets: dict[int, list[float]] = {}
         """Moment in buckets to [sequences, tokens, sum of starts in seconds]; empty ones are absent."""
         self._recent: deque[float] = deque()
@@ -41,6 +43,8 @@ class DecodeProjection:
 
     def add(self, moment_s: float, tokens: int) -> None:
         """Expect a sequence of `tokens` context to start decoding at `moment_s`."""
+        self.num_sequences += 1
+        self.num_tokens += tokens
         key = int(moment_s / BUCKET_S)
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -52,6 +56,8 @@ class DecodeProjection:
 
     def discard(self, moment_s: float, tokens: int) -> None:
         """Undo an `add` of the same values."""
+        self.num_sequences -= 1
+        self.num_tokens -= tokens
         key = int(moment_s / BUCKET_S)
         bucket = self._buckets[key]
         bucket[0] -= 1
