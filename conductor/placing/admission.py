@@ -69,8 +69,11 @@ def refusal(
     bound_s, others_s = step_limit_s(slo.tbt_slo_s, cost, node.learned.decode.ratio), 0.0
     if policy is RejectPolicy.PREDICT:
         others_s = displaced_s(request, placement, view, cost)
-        if _most_tbt_s(request, node, view, cost) + others_s <= bound_s:
-            return None  # whoever may have ended by then
+        # in time beside all who were placed and have not ended: it does not matter who has by then
+        sequences = view.projection.num_sequences + view.foreign_sequences
+        tokens = view.projection.num_tokens + view.foreign_context_tokens
+        if _pool_tbt_s(request, node, view, cost, sequences, tokens) + others_s <= bound_s:
+            return None
     tbt_s = decode_tbt_s(request, placement, view, cost, policy, now_s)
     if tbt_s + others_s <= bound_s:
         return None
@@ -104,13 +107,6 @@ def decode_tbt_s(
     if policy is RejectPolicy.PREDICT:
         sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
     return _pool_tbt_s(request, view.node(placement.decode_node), view, cost, sequences, tokens)
-
-
-def _most_tbt_s(request: PlacementRequest, node: NodeState, view: ClusterView, cost: CostModel) -> float:
-    """Return the step time that this request would meet at most, if nobody's end came before its own."""
-    sequences = view.projection.num_sequences + view.foreign_sequences
-    tokens = view.projection.num_tokens + view.foreign_context_tokens
-    return _pool_tbt_s(request, node, view, cost, sequences, tokens)
 
 
 def _pool_tbt_s(

@@ -68,6 +68,7 @@ class ClusterView:
         self.prefill_order = LoadOrder()
         self.decode_order = LoadOrder()
         self.prefill_mask = 0
+        self.num_prefill = 1  # nodes of that mask, or 1 where there is none: seconds are divided by it
         self.decode_mask = 0
         self.lent_mask = 0  # prefill nodes that decode all the same (`lent_decode.py`)
         self.projection = DecodeProjection(initial_decode_s)
@@ -366,7 +367,7 @@ class ClusterView:
     @property
     def num_behind(self) -> float:
         """Requests that a second of a prefill node's time delays: its share of those that wait or queue."""
-        return (self.num_waiting + self.num_queued) / max(1, self.prefill_mask.bit_count())
+        return (self.num_waiting + self.num_queued) / self.num_prefill
 
     def settle(self, now_s: float) -> None:
         """Bring what changes by itself up to a moment, before anything is chosen."""
@@ -492,6 +493,7 @@ class ClusterView:
         roles = node.info.roles if serves else frozenset[Role]()
         self.prefill_mask = self.prefill_mask | bit if Role.PREFILL in roles else self.prefill_mask & ~bit
         self.decode_mask = self.decode_mask | bit if Role.DECODE in roles else self.decode_mask & ~bit
+        self.num_prefill = max(1, self.prefill_mask.bit_count())
         self.prefill_order.remove(node.slot)
         self.decode_order.remove(node.slot)
         self._requeue(node, now_s)

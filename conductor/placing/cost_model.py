@@ -65,6 +65,7 @@ class CostModel:
         self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
         computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
         self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
+        self._num_layers = profile.num_layers
         self._transfer = (profile.transfer_fixed_s, profile.kv_token_bytes, profile.transfer_bytes_per_s)
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
         self._experts_s, self._expert_share = profile.decode_experts_s, profile.expert_share
@@ -124,8 +125,11 @@ class CostModel:
         Each layer leaves while the next ones compute, so what shows is the last layer and
         whatever the link could not move during the others.
         """
-        layers = self.profile.num_layers
-        whole_s = self.transfer_s(tokens)
+        return self.shown_s(self.transfer_s(tokens), compute_s)
+
+    def shown_s(self, whole_s: float, compute_s: float) -> float:
+        """Return the seconds that show of a hand-off which takes `whole_s` on its link."""
+        layers = self._num_layers
         late_s = whole_s - compute_s * (layers - 1) / layers
         return (late_s if late_s > 0.0 else 0.0) + whole_s / layers
 

@@ -267,15 +267,13 @@ def _prefill_candidates(
         if node.prefills
     ]
     avoid = made.asked.avoid
-    choices.sort(key=lambda pair: (pair[0].node_id in avoid, pair[1].cost_s, pair[1].slot))
+    choices.sort(key=lambda pair: (pair[0].node_id in avoid, pair[1].cost_s, pair[1].node.slot))
     return [
         {
             "node": node.node_id,
             "local_blocks": choice.local_blocks,
             "matched_blocks": choice.matched_blocks,
-            "fetch_from": None
-            if choice.source_slot is None
-            else view.node_at(choice.source_slot).info.node_id,
+            "fetch_from": None if choice.source is None else choice.source.info.node_id,
             "queue_s": choice.queue_s,
             "fetch_s": choice.fetch_s,
             "prefill_s": choice.prefill_s,
@@ -301,7 +299,7 @@ def _decode_candidates(
         found = None
         if settings.roles_follow and not node.prefills:
             state = view.node(node.node_id)
-            found = beside_decoding(made.asked, state, node.matched_blocks, view, cost)
+            found = beside_decoding(made.asked, state, node.matched_blocks, needed, view, cost)
         return None if found is None else found[0] + found[1]
 
     return [

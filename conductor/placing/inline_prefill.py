@@ -51,14 +51,15 @@ def inline_placement(
     """
     if computing is decoding:
         return other
+    needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
     best, copied = other, copied_s(request, other, computing, decoding, groups, view)
     least_s = other.predicted_ttft_s + copied + _delayed_s(other, view)
     for node, depth in _candidates(decoding, groups, view, request.avoid):
-        beside = beside_decoding(request, node, depth, view, cost)
+        beside = beside_decoding(request, node, depth, needed, view, cost)
         # what it takes of others, and of caches, comes on top
         if beside is None or _ttft_s(node, beside) >= least_s:
             continue
-        found = _inline(request, other, node, depth, beside, view, cost)
+        found = _inline(request, node, depth, beside, view, cost)
         load = min(MOST_LOAD, decode_load(node, cost, node.learned.decode.ratio))
         dear = TAKEN * view.room_price.price
         taken_s = found.prefill_s * found.prompt_share * dear * load / (1.0 - load)
@@ -73,14 +74,16 @@ def _delayed_s(other: Placement, view: ClusterView) -> float:
     num_behind = view.num_waiting - 1  # whoever is tried is the first of them
     if num_behind <= 0:
         return 0.0
-    return other.prefill_s * other.prompt_share * num_behind / max(1, view.prefill_mask.bit_count())
+    return other.prefill_s * other.prompt_share * num_behind / view.num_prefill
 
 
 def _candidates(
     chosen: NodeState, groups: list[Group], view: ClusterView, avoid: Sequence[NodeId]
 ) -> list[tuple[NodeState, int]]:
     found = [(chosen, depth_at(chosen.slot, groups))]
-    members = view.decode_mask & ~view.prefill_mask & ~view.mask_of(avoid)
+    members = view.decode_mask & ~view.prefill_mask
+    if avoid:
+        members &= ~view.mask_of(avoid)
     for depth, mask in groups:
         if not (holders := mask & members):
             continue
@@ -94,7 +97,6 @@ def _candidates(
 
 def _inline(
     request: PlacementRequest,
-    other: Placement,
     node: NodeState,
     depth: int,
     beside: Beside,
@@ -105,34 +107,39 @@ def _inline(
     node_id, matched = node.info.node_id, matched_tokens(request, depth, view)
     context_tokens = node.decode_context_tokens + request.num_tokens
     tbt_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens) * node.learned.decode.ratio
-    return other._replace(
-        prefill_node=node_id,
-        decode_node=node_id,
-        matched_tokens=matched,
-        local_blocks=depth,
-        matched_blocks=depth,
-        source_node=None,
-        decode_matched_blocks=depth,
-        queue_s=queue_s,
-        fetch_s=0.0,
-        prefill_s=prefill_s,
-        handoff_s=0.0,
-        predicted_ttft_s=_ttft_s(node, beside),
-        predicted_tbt_s=tbt_s,
-        dispatch_s=node.learned.added_s,
-        is_inline=True,
-        prompt_share=share,
+    return Placement(
+        request.request_id,
+        node_id,
+        node_id,
+        matched,
+        depth,
+        depth,
+        None,
+        depth,
+        queue_s,
+        0.0,
+        prefill_s,
+        0.0,
+        _ttft_s(node, beside),
+        tbt_s,
+        node.learned.added_s,
+        True,
+        share,
     )
 
 
 def beside_decoding(
-    request: PlacementRequest, node: NodeState, depth: int, view: ClusterView, cost: CostModel
+    request: PlacementRequest,
+    node: NodeState,
+    depth: int,
+    needed: float,
+    view: ClusterView,
+    cost: CostModel,
 ) -> Beside | None:
     """Return the seconds of queue and of prefill on a node that decodes, and the prompt's share of its time.
 
-    None: it has no room or no time.
+    None: it has no room for `needed` tokens, or no time.
     """
-    needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
     if node.free_tokens < needed:
         return None
     matched = matched_tokens(request, depth, view)

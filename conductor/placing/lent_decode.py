@@ -37,6 +37,9 @@ SPARE_FROM = 0.7
 IN_TIME = 0.6
 """A prompt may take this share of a bound on TTFT on a node that lends: the rest is for its queue."""
 
+SHORT = (RejectReason.NO_FREE_BLOCKS, RejectReason.TBT)
+"""Why a request is refused for which the decode pool has no room, or none in time."""
+
 MAX_LENDERS = 8
 """Prefill nodes that are looked at."""
 
@@ -57,12 +60,17 @@ def lent_node(
         computing: The prefill node that is to compute the prompt.
         needed: Tokens of KV at the sequence's end.
     """
-    if _is_short(request, found, view, cost):
+    if isinstance(found, Rejection):
+        is_short, decoding = found.reason in SHORT, computing
+    else:
+        decoding = view.node(found.decode_node)
+        is_short = found.predicted_tbt_s > bearable_s(request, decoding, cost)
+    if is_short:
         return _lender(request, computing, needed, view, cost) if _has_time(view, now_s) else None
-    if not isinstance(found, Placement) or found.is_inline or found.prefill_node == found.decode_node:
+    if isinstance(found, Rejection) or found.prefill_node == found.decode_node:
         return None
     moved = len(request.chain) - found.decode_matched_blocks
-    stored_s = moved * copy_s(view) * view.node(found.decode_node).evict_share
+    stored_s = moved * copy_s(view) * decoding.evict_share
     if not stored_s or stored_s <= _taken_s(request, computing, view, cost, now_s):
         return None
     return computing if _bears(request, computing, needed, view, cost) else None
@@ -94,15 +102,6 @@ def bearable_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> f
     if bound_s == inf:
         return target_gap_s(cost.decode_step_s(1, request.num_tokens))
     return KEPT_MEAN * bound_s
-
-
-def _is_short(
-    request: PlacementRequest, found: Placement | Rejection, view: ClusterView, cost: CostModel
-) -> bool:
-    """Return whether the decode pool has no room for a request, or its steps are past a bound with it."""
-    if isinstance(found, Rejection):
-        return found.reason in (RejectReason.NO_FREE_BLOCKS, RejectReason.TBT)
-    return found.predicted_tbt_s > bearable_s(request, view.node(found.decode_node), cost)
 
 
 def _has_time(view: ClusterView, now_s: float) -> bool:

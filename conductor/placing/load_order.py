@@ -38,6 +38,9 @@ class LoadOrder:
         self._ordered_values: list[float] = []
         self._ordered_nodes: list[int] = []
         self._idle = 0
+        # the last set that was walked for and its least, until a value changes
+        self._walked = 0
+        self._walked_to: int | None = None
         self.num_probes = 0
         """Entries looked at by `least`, for tests that bound the work."""
 
@@ -47,6 +50,7 @@ class LoadOrder:
 
     def set(self, node: int, value: float) -> None:
         """Give `node` a value; adds it if it is unknown."""
+        self._walked = 0
         self._take_out(node)
         self._values[node] = value
         values, nodes = self._ordered_values, self._ordered_nodes
@@ -58,6 +62,7 @@ class LoadOrder:
 
     def remove(self, node: int) -> None:
         """Forget `node`; an unknown one is passed over."""
+        self._walked = 0
         self._take_out(node)
         self._values.pop(node, None)
 
@@ -66,6 +71,7 @@ class LoadOrder:
         values = self._ordered_values
         if values and values[0] <= floor:
             end = bisect_right(values, floor)
+            self._walked = 0
             for node in self._ordered_nodes[:end]:
                 self._idle |= 1 << node
             del values[:end], self._ordered_nodes[:end]
@@ -78,6 +84,12 @@ class LoadOrder:
         if not mask & (mask - 1):
             node = mask.bit_length() - 1
             return node if node in self._values else None
+        if mask != self._walked:
+            self._walked, self._walked_to = mask, self._walk(mask)
+        return self._walked_to
+
+    def _walk(self, mask: int) -> int | None:
+        """Return the first of `mask` in the order."""
         if len(self._ordered_nodes) > LONG_ORDER and mask.bit_count() <= FEW_NODES:
             known = [(self._values[node], node) for node in bits_of(mask) if node in self._values]
             self.num_probes += len(known)

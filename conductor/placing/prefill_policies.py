@@ -8,13 +8,11 @@ node would take by the cost model, and `PrefillComparison` also with a fetch, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 
 from base.config import SchedulerConfig
 from base.errors import ConfigError
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
-from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.prompt_share import LEAST_SHARE, share_when_begun
@@ -38,35 +36,33 @@ class PrefillChoice:
         "fetch_s",
         "local_blocks",
         "matched_blocks",
+        "node",
         "prefill_s",
         "prompt_share",
         "queue_s",
         "ready_s",
-        "slot",
-        "source_slot",
+        "source",
     )
 
     def __init__(
         self,
-        slot: int,
+        node: NodeState,
         local_blocks: int,
-        matched_blocks: int,
-        source_slot: int | None,
         queue_s: float,
-        fetch_s: float,
         prefill_s: float,
         prompt_share: float = 1.0,
     ) -> None:
-        self.slot = slot
-        self.local_blocks = local_blocks
-        self.matched_blocks = matched_blocks
-        self.source_slot = source_slot
+        """Begin with a node that computes all after its own blocks."""
+        self.node = node
+        self.local_blocks = self.matched_blocks = local_blocks
+        self.source: NodeState | None = None
+        """The node that has the matched blocks after its own; None: nothing is fetched."""
         self.queue_s = queue_s
-        self.fetch_s = fetch_s
+        self.fetch_s = 0.0
         self.prefill_s = prefill_s
         self.prompt_share = prompt_share
         """The prompt's share of the node's time, beside sequences that were lent to it. In `prefill_s`."""
-        self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
+        self.ready_s = queue_s + prefill_s
         """Seconds until its last layer is computed: the longer of queue and fetch, and prefill."""
         self.cost_s = self.ready_s
         """Seconds that candidates are compared by: `ready_s`, and what others lose by the placement."""
@@ -89,7 +85,7 @@ def least_cost(
     """Return the prefill node that costs the fewest predicted seconds, this request's and those of others."""
     known = PrefillComparison(request, groups, view, cost, settings, now_s)
     best: PrefillChoice | None = None
-    rest = preferred(view.prefill_mask, request, view)
+    rest = preferred(view.prefill_mask, request, view) if request.avoid else view.prefill_mask
     least = view.prefill_order.least
     classes = view.paces.masks()
     for depth, mask in (*groups, (0, rest)):
@@ -98,7 +94,7 @@ def least_cost(
             continue
         rest ^= members
         for pace in classes:
-            slot = least(members & pace)
+            slot = least(alike) if (alike := members & pace) else None
             if slot is not None:
                 choice = known.choice(slot, depth)
                 if best is None or choice.cost_s < best.cost_s:
@@ -150,46 +146,57 @@ class PrefillComparison:
         """`groups` are of all holders, as in a policy."""
         self._request, self._view, self._cost, self._now_s = request, view, cost, now_s
         self._threshold = settings.kvcache_balancing_threshold
-        self._best_blocks, self._holders = NOBODY
-        if settings.fetches:
-            self._best_blocks, self._holders = deepest_holders(request, groups, view)
-        self._most_blocks = groups[0][0] if groups else 0
+        deepest = groups[0] if groups else NOBODY
+        self._most_blocks = deepest[0]
+        if not settings.fetches:
+            deepest = NOBODY
+        elif request.avoid:
+            deepest = deepest_holders(request, groups, view)
+        self._best_blocks, self._holders = deepest
         self._source: NodeState | None = None
         self._block_s = copy_s(view)
         self._handoff_s = cost.transfer_s(request.num_tokens) if request.max_tokens else 0.0
 
     def choice(self, slot: int, depth: int) -> PrefillChoice:
         """Return how a node that holds `depth` blocks would do it: by itself, or by a fetch."""
-        own = candidate(self._request, slot, depth, self._view, self._cost, self._now_s)
+        choice = candidate(self._request, slot, depth, self._view, self._cost, self._now_s)
         # until its KV is sent, and what the copies that it makes take from others
-        least_s, others_s = own.queue_s + self._handoff_s, 0.0
+        sent_s, others_s = choice.queue_s + self._handoff_s, 0.0
         if self._block_s and (copied := self._most_blocks - depth):
-            others_s = self._block_s * copied * self._view.node_at(slot).evict_share
-        own.cost_s = (own.ready_s if own.ready_s > least_s else least_s) + others_s
-        if depth >= self._best_blocks:
-            return own
-        fetching = self._fetching(own)
-        fetching.cost_s = (fetching.ready_s if fetching.ready_s > least_s else least_s) + others_s
-        if self._threshold is None:
-            return fetching if fetching.cost_s < own.cost_s else own
-        return fetching if fetching.matched_blocks >= self._threshold * depth else own
+            others_s = self._block_s * copied * choice.node.evict_share
+        cost_s = (choice.ready_s if choice.ready_s > sent_s else sent_s) + others_s
+        choice.cost_s = cost_s
+        if depth < self._best_blocks:
+            self._fetch_if_better(choice, sent_s, others_s)
+        return choice
 
-    def _fetching(self, own: PrefillChoice) -> PrefillChoice:
-        """Return what it takes for the same node to fetch the longest prefix first."""
-        request, view, cost, blocks = self._request, self._view, self._cost, self._best_blocks
-        source = self._source
+    def _fetch_if_better(self, choice: PrefillChoice, sent_s: float, others_s: float) -> None:
+        """Let a node fetch the longest prefix rather than compute all it lacks, where that is better."""
+        source, blocks = self._source, self._best_blocks
         if source is None:
-            self._source = source = best_source(self._holders, view)
-            self._source_share = cost.fetch_share(source.num_queued > 0, source.num_outgoing)
-            self._best_tokens = prefix = matched_tokens(request, blocks, view)
-            self._best_prefill_s = cost.prefill_s(request.num_tokens - prefix, prefix)
-        missing = self._best_tokens - matched_tokens(request, own.local_blocks, view)
-        fetch_s = cost.transfer_s(missing, self._source_share)
-        prefill_s = view.node_at(own.slot).learned.prefill.corrected_s(self._best_prefill_s)
-        share = own.prompt_share
-        return PrefillChoice(
-            own.slot, own.local_blocks, blocks, source.slot, own.queue_s, fetch_s, prefill_s / share, share
-        )
+            self._find_source()
+            source = self._source
+            assert source is not None
+        missing = self._best_tokens - matched_tokens(self._request, choice.local_blocks, self._view)
+        fetch_s = self._cost.transfer_s(missing, self._source_share)
+        prefill_s = choice.node.learned.prefill.corrected_s(self._best_prefill_s)
+        prefill_s /= choice.prompt_share
+        queue_s, threshold = choice.queue_s, self._threshold
+        ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
+        cost_s = (ready_s if ready_s > sent_s else sent_s) + others_s
+        is_better = cost_s < choice.cost_s if threshold is None else blocks >= threshold * choice.local_blocks
+        if is_better:
+            choice.source, choice.matched_blocks = source, blocks
+            choice.fetch_s, choice.prefill_s = fetch_s, prefill_s
+            choice.ready_s, choice.cost_s = ready_s, cost_s
+
+    def _find_source(self) -> None:
+        """Note where the longest prefix is fetched from, and what is left to compute after it."""
+        request, cost = self._request, self._cost
+        self._source = source = best_source(self._holders, self._view)
+        self._source_share = cost.fetch_share(source.num_queued > 0, source.num_outgoing)
+        self._best_tokens = prefix = matched_tokens(request, self._best_blocks, self._view)
+        self._best_prefill_s = cost.prefill_s(request.num_tokens - prefix, prefix)
 
 
 def copied_s(
@@ -242,13 +249,11 @@ POLICIES: dict[str, PrefillPolicy] = {"global": least_cost, "load": least_loaded
 
 def preferred(mask: int, request: PlacementRequest, view: ClusterView) -> int:
     """Return those of `mask` that failed no attempt of the request; all, if each did."""
-    return mask & ~view.mask_of(request.avoid) or mask if request.avoid else mask
+    return mask & ~view.mask_of(request.avoid) or mask
 
 
 def deepest_holders(request: PlacementRequest, groups: list[Group], view: ClusterView) -> Group:
     """Return the deepest of `groups` to fetch from, without nodes that failed the request."""
-    if not request.avoid:
-        return groups[0] if groups else NOBODY
     avoided = view.mask_of(request.avoid)
     return next(((depth, mask & ~avoided) for depth, mask in groups if mask & ~avoided), NOBODY)
 
@@ -272,7 +277,7 @@ def candidate(
     if view.lent_mask >> slot & 1:
         # beside the sequences that decode on a prefill node
         share = max(LEAST_SHARE, share_when_begun(node, cost, node.learned.decode.ratio))
-    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s / share, share)
+    return PrefillChoice(node, depth, queue_s, prefill_s / share, share)
 
 
 def depth_at(slot: int, groups: list[Group]) -> int:
@@ -291,12 +296,17 @@ def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) ->
 
 def best_source(mask: int, view: ClusterView) -> NodeState:
     """Return the holder with the fewest fetches from it, among the first few."""
-    if not mask & (mask - 1):
-        return view.node_at(mask.bit_length() - 1)
-    return min(map(view.node_at, bits_of(mask, MAX_SOURCES)), key=_num_outgoing)
-
-
-_num_outgoing = attrgetter("num_outgoing")
+    best: NodeState | None = None
+    for _ in range(MAX_SOURCES):
+        lowest = mask & -mask
+        node = view.node_at(lowest.bit_length() - 1)
+        if best is None or node.num_outgoing < best.num_outgoing:
+            best = node
+        mask ^= lowest
+        if not mask or not best.num_outgoing:
+            break
+    assert best is not None, "whoever fetches has a holder"
+    return best
 
 
 def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:

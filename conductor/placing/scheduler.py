@@ -95,7 +95,7 @@ def place(
     found = _judged(request, prefill, decode, groups, view, cost, settings, now_s)
     if not (settings.roles_follow and request.max_tokens):
         return found
-    node = lent_node(request, found, view.node_at(prefill.slot), needed, view, cost, now_s)
+    node = lent_node(request, found, prefill.node, needed, view, cost, now_s)
     if node is None:
         return found
     lent = node, depth_at(node.slot, groups)
@@ -116,10 +116,10 @@ def _judged(
     """Return the placement on these nodes, or a better one where the prompt decodes; or why it is refused."""
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, until_a_finish_s(view))
-    computing, (decoding, decode_blocks) = view.node_at(prefill.slot), decode
-    placement = _combine(request, prefill, computing, decoding, decode_blocks, view, cost)
+    decoding, decode_blocks = decode
+    placement = _combine(request, prefill, decoding, decode_blocks, view, cost)
     if settings.roles_follow:
-        placement = inline_placement(request, placement, computing, decoding, groups, view, cost)
+        placement = inline_placement(request, placement, prefill.node, decoding, groups, view, cost)
     refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
         return placement
@@ -200,10 +200,10 @@ def choose_decode(
 ) -> tuple[NodeState, int] | RejectReason:
     """Return the decode node and how many leading blocks it holds already."""
     if not request.max_tokens:
-        return view.node_at(prefill.slot), prefill.local_blocks
+        return prefill.node, prefill.local_blocks
     if not view.decode_mask:
         return RejectReason.NO_DECODE_NODE
-    members = preferred(view.decode_mask, request, view)
+    members = preferred(view.decode_mask, request, view) if request.avoid else view.decode_mask
     slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
     if slot is None and members != view.decode_mask:
         members = view.decode_mask
@@ -253,10 +253,9 @@ def _nearer_decode(
     """Return the least loaded node, or one hardly more loaded that computes or holds more of the prompt."""
     order = view.decode_order
     limit_s = order.value(least) * DECODE_AFFINITY
-    if members >> prefill.slot & 1 and order.value(prefill.slot) <= limit_s:
-        node = view.node_at(prefill.slot)
-        if node.free_tokens >= peak_tokens:
-            return node, prefill.local_blocks
+    node = prefill.node
+    if members >> node.slot & 1 and order.value(node.slot) <= limit_s and node.free_tokens >= peak_tokens:
+        return node, prefill.local_blocks
     for depth, mask in groups:
         slot = order.least(mask & members) if mask & members else None
         if slot is not None and order.value(slot) <= limit_s:
@@ -269,28 +268,26 @@ def _nearer_decode(
 def _combine(
     request: PlacementRequest,
     prefill: PrefillChoice,
-    prefill_node: NodeState,
     decode_node: NodeState,
     decode_blocks: int,
     view: ClusterView,
     cost: CostModel,
 ) -> Placement:
-    handoff_s = 0.0
+    prefill_node, source = prefill.node, prefill.source
+    whole_s = handoff_s = 0.0
     if decode_node is not prefill_node:
-        tokens = request.num_tokens - decode_blocks * view.block_size
-        handoff_s = cost.handoff_s(tokens, prefill.prefill_s)
+        whole_s = cost.transfer_s(request.num_tokens - decode_blocks * view.block_size)
+        handoff_s = cost.shown_s(whole_s, prefill.prefill_s) * prefill_node.learned.handoff.ratio
     step_s = 0.0
     if request.max_tokens:
         context_tokens = decode_node.decode_context_tokens + request.num_tokens
         step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
-    handoff_s *= prefill_node.learned.handoff.ratio
     step_s *= decode_node.learned.decode.ratio
     dispatch_s = prefill_node.learned.added_s
     if handoff_s:
         # after what the links have to move before it
         link_free_s = max(decode_node.receiving_s, prefill.queue_s)
-        handoff_s = max(handoff_s, link_free_s + cost.transfer_s(tokens) - prefill.ready_s)
-    source = None if prefill.source_slot is None else view.node_at(prefill.source_slot).info.node_id
+        handoff_s = max(handoff_s, link_free_s + whole_s - prefill.ready_s)
     # by position: a call with fourteen keywords takes half as long again
     return Placement(
         request.request_id,
@@ -299,7 +296,7 @@ def _combine(
         matched_tokens(request, prefill.matched_blocks, view),
         prefill.local_blocks,
         prefill.matched_blocks,
-        source,
+        None if source is None else source.info.node_id,
         decode_blocks,
         prefill.queue_s,
         prefill.fetch_s,

@@ -85,7 +85,7 @@ def test_a_copy_costs_nothing_by_the_uncharged_rule() -> None:
     found = uncharged(asked, view.index.match(asked.chain), view, cost, DEFAULT_SETTINGS, 0.0)
     assert view.copy_price.block_s == 0.0
     again = least_cost(asked, view.index.match(asked.chain), view, cost, DEFAULT_SETTINGS, 0.0)
-    assert (found.slot, found.cost_s) == (again.slot, again.cost_s)
+    assert (found.node, found.cost_s) == (again.node, again.cost_s)
 
 
 def test_a_summary_is_of_all_rounds_and_of_rounds_beside_ours() -> None:
