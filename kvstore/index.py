@@ -53,10 +53,9 @@ class PrefixIndex:
         """Return the mask of the nodes that hold one block, whatever came before it."""
         return self._holders.get(key, 0)
 
-    def held_nowhere(self, keys: Collection[Key]) -> list[Key]:
+    def held_nowhere(self, keys: Collection[Key]) -> set[Key]:
         """Return those of `keys` that no node holds."""
-        holders = self._holders
-        return [key for key in keys if key not in holders]
+        return set(keys).difference(self._holders)
 
     def store(self, node: int, keys: Collection[Key]) -> None:
         """Note that `node` holds `keys`; those it already held stay."""

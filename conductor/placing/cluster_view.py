@@ -372,16 +372,16 @@ class ClusterView:
     def settle(self, now_s: float) -> None:
         """Bring what changes by itself up to a moment, before anything is chosen."""
         self.prefill_order.settle(now_s)
-        self.room_price.settle(now_s, self.projection.decode_s)
+        is_dear = self.room_price.price > 1.0  # else the mean of many decode times is for nobody
+        self.room_price.settle(now_s, self.projection.decode_s if is_dear else inf)
         if self.corrections.changed:
             self._settle_paces()
 
     def _settle_paces(self) -> None:
-        changed = self.corrections.changed
-        for node_id in changed:
+        for node_id in self.corrections.changed:
             if node := self._nodes.get(NodeId(node_id)):
-                self.paces.set(node.slot, self.corrections.ratio(node_id, "prefill"))
-        changed.clear()
+                self.paces.set(node.slot, node.learned.prefill.ratio)
+        self.corrections.changed.clear()
 
     def _note_missed(self, request: PlacementRequest, depth: int) -> None:
         """Learn what it costs that blocks of this prompt were evicted, if any were not long ago."""

@@ -35,7 +35,7 @@ class CopyPrice:
 
     def evicted(self, keys: Sequence[Key]) -> None:
         """Take in that a node dropped blocks; its index knows it already."""
-        self._young.update(self._index.held_nowhere(keys))
+        self._young |= self._index.held_nowhere(keys)
         capacity = len(self._index)
         if len(self._young) > capacity:
             self._old, self._young = self._young, set()

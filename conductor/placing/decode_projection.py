@@ -30,14 +30,15 @@ class DecodeProjection:
 
     def __init__(self, initial_decode_s: float) -> None:
         """`initial_decode_s` is how long each decodes until requests have finished."""
-        self.decode_s = initial_decode_s
-        """Mean seconds that a sequence decodes."""
         self.num_sequences = self.num_tokens = 0
         """All that are counted, with their context: no moment has more of them."""
         self._buckets: dict[int, list[float]] = {}
         """Moment in buckets to [sequences, tokens, sum of starts in seconds]; empty ones are absent."""
+        self._seen: deque[float] = deque(maxlen=DECODE_TIMES)
+        """Decode times that were observed since somebody asked: most of the time nobody does."""
         self._recent: deque[float] = deque()
         self._ordered: list[float] = []
+        self._decode_s = initial_decode_s
         self._expected = [initial_decode_s]
         """Decode times in order, of which each is as likely."""
 
@@ -73,6 +74,7 @@ class DecodeProjection:
 
     def at(self, moment_s: float, now_s: float) -> tuple[float, float]:
         """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
+        self._take_in()
         expected = self._expected
         count = len(expected)
         sequences = tokens = 0.0
@@ -89,13 +91,27 @@ class DecodeProjection:
             tokens += context * share
         return sequences, tokens
 
+    @property
+    def decode_s(self) -> float:
+        """Mean seconds that a sequence decodes."""
+        self._take_in()
+        return self._decode_s
+
     def observe(self, decode_s: float) -> None:
         """Learn how long one request decoded."""
+        self._seen.append(decode_s)
+
+    def _take_in(self) -> None:
+        """Put in order what was observed."""
+        if not self._seen:
+            return
         recent, ordered = self._recent, self._ordered
-        if len(recent) == DECODE_TIMES:
-            del ordered[bisect_left(ordered, recent.popleft())]
-        recent.append(decode_s)
-        insort(ordered, decode_s)
+        for decode_s in self._seen:
+            if len(recent) == DECODE_TIMES:
+                del ordered[bisect_left(ordered, recent.popleft())]
+            recent.append(decode_s)
+            insort(ordered, decode_s)
+        self._seen.clear()
         if len(ordered) >= FEWEST_TIMES:
-            self.decode_s = sum(ordered) / len(ordered)
+            self._decode_s = sum(ordered) / len(ordered)
             self._expected = ordered

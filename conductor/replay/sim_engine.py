@@ -286,9 +286,10 @@ class SimEngine:
                 steps = min(steps, self._num_alike())
             attention_s = self._cost.step.attention_s(tokens, tokens + self._batch)
             self._growth_s = 2 * attention_s * tokens**2 + self._token_s * self._batch
-        self._ends_prompts = all(
-            request.computed_tokens + steps * tokens == request.num_tokens for request, tokens in self._chunks
-        )
+        self._ends_prompts = True
+        for request, tokens in self._chunks:
+            if request.computed_tokens + steps * tokens != request.num_tokens:
+                self._ends_prompts = False
         self._begin(steps)
 
     def _take_chunks(self, now_s: float) -> None:
