@@ -1,5 +1,6 @@
 """Admission at its bounds: what is predicted to keep an SLO is taken, and not a hair more."""
 
+import random
 from math import e, inf, nextafter
 
 import pytest
@@ -232,6 +233,24 @@ def test_a_prefill_node_that_decodes_a_little_is_no_room_on_the_node_that_was_ch
     assert not admit_to_decode(view.node(NodeId("d0")), COST, request.num_tokens, bound, policy)
     reason, *_ = refusal(asked, placement, view, COST, SchedulerSettings(reject=policy), 0.0)
     assert reason is RejectReason.TBT
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_is_taken_without_a_projection_would_be_taken_by_it(seed):
+    rng = random.Random(seed)
+    view, request = busy_view(30), make_request("r", blocks=3)
+    for _ in range(20):
+        view.projection.observe(rng.expovariate(0.2))
+    for _ in range(rng.randrange(3)):
+        view.rejected(RejectReason.TBT)
+    placement, now_s, taken = placed(view, request), rng.uniform(0.0, 20.0), []
+    others_s = displaced_s(request, placement, view, COST)
+    predicted_s = decode_tbt_s(request, placement, view, COST, PREDICT, now_s) + others_s
+    for tbt_s in (COST.decode_step_s(0, 0) * (1 + number / 100) for number in range(300)):
+        asked = request._replace(slo=Slo(tbt_slo_s=tbt_s))
+        taken.append(refusal(asked, placement, view, COST, PREDICTING, now_s) is None)
+        assert taken[-1] == (predicted_s <= step_limit_s(tbt_s, COST))
+    assert {*taken} == {True, False}
 
 
 def test_predict_looks_past_the_prefill_from_now_on():
