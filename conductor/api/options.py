@@ -233,12 +233,11 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, default: int | None, 
 
 
 def _sampling_params(options: Options, model: ServedModel, rng: random.Random) -> SamplingParams:
-    sampling = model.sampling._replace(**options.sampling)
-    return sampling._replace(
-        top_k=max(sampling.top_k, 0),
-        seed=sampling.seed % SEED_RANGE if "seed" in options.sampling else rng.getrandbits(64),
-        logit_bias=tuple(sorted(options.logit_bias.items())),
-        grammar=options.grammar,
+    said = dict(options.sampling)
+    said["top_k"] = max(said.get("top_k", model.sampling.top_k), 0)
+    said["seed"] = said["seed"] % SEED_RANGE if "seed" in said else rng.getrandbits(64)
+    return model.sampling._replace(
+        **said, logit_bias=tuple(sorted(options.logit_bias.items())), grammar=options.grammar
     )
 
 
