@@ -204,32 +204,34 @@ def choose_decode(
     if not view.decode_mask:
         return RejectReason.NO_DECODE_NODE
     members = preferred(view.decode_mask, request, view) if request.avoid else view.decode_mask
-    slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
-    if slot is None and members != view.decode_mask:
+    least = _least_with_room(members, view, peak_tokens, request.num_tokens)
+    if least is None and members != view.decode_mask:
         members = view.decode_mask
-        slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
-    if slot is None:
+        least = _least_with_room(members, view, peak_tokens, request.num_tokens)
+    if least is None:
         return RejectReason.NO_FREE_BLOCKS
-    if view.node_at(slot).receiving_s > prefill.ready_s:
-        slot = _least_receiving(slot, members, view, peak_tokens)
-    return _nearer_decode(slot, members, groups, view, peak_tokens, prefill)
+    if least.receiving_s > prefill.ready_s:
+        least = _least_receiving(least, members, view, peak_tokens)
+    return _nearer_decode(least, members, groups, view, peak_tokens, prefill)
 
 
-def _least_receiving(least: int, members: int, view: ClusterView, peak_tokens: float) -> int:
+def _least_receiving(least: NodeState, members: int, view: ClusterView, peak_tokens: float) -> NodeState:
     """Return the node whose link is free first, of the few with the shortest steps, `least` first."""
-    best = view.node_at(least)
+    best = node = least
     for _ in range(LINK_TRIES):
-        members &= ~(1 << least)
+        members &= ~(1 << node.slot)
         slot = view.decode_order.least(members)
         if slot is None:
             break
-        least, node = slot, view.node_at(slot)
+        node = view.node_at(slot)
         if node.receiving_s < best.receiving_s and node.free_tokens >= peak_tokens:
             best = node
-    return best.slot
+    return best
 
 
-def _least_with_room(members: int, view: ClusterView, peak_tokens: float, num_tokens: int) -> int | None:
+def _least_with_room(
+    members: int, view: ClusterView, peak_tokens: float, num_tokens: int
+) -> NodeState | None:
     for _ in range(DECODE_TRIES):
         slot = view.decode_order.least(members)
         if slot is None:
@@ -237,13 +239,13 @@ def _least_with_room(members: int, view: ClusterView, peak_tokens: float, num_to
         node = view.node_at(slot)
         # an empty node takes what is expected to outgrow it: it ends a sequence where its cache ends
         if node.free_tokens >= peak_tokens or node.free_tokens >= node.capacity_tokens > num_tokens:
-            return slot
+            return node
         members ^= 1 << slot
     return None
 
 
 def _nearer_decode(
-    least: int,
+    least: NodeState,
     members: int,
     groups: list[Group],
     view: ClusterView,
@@ -252,7 +254,7 @@ def _nearer_decode(
 ) -> tuple[NodeState, int]:
     """Return the least loaded node, or one hardly more loaded that computes or holds more of the prompt."""
     order = view.decode_order
-    limit_s = order.value(least) * DECODE_AFFINITY
+    limit_s = order.value(least.slot) * DECODE_AFFINITY
     node = prefill.node
     if members >> node.slot & 1 and order.value(node.slot) <= limit_s and node.free_tokens >= peak_tokens:
         return node, prefill.local_blocks
@@ -262,7 +264,7 @@ def _nearer_decode(
             node = view.node_at(slot)
             if node.free_tokens >= peak_tokens:
                 return node, depth
-    return view.node_at(least), 0
+    return least, 0
 
 
 def _combine(
