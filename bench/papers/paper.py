@@ -37,6 +37,7 @@ from bench.papers.published import (
     known_trace,
 )
 from conductor.placing.cost_model import CostModel
+from conductor.placing.prefill_policies import fewest_seconds
 from conductor.placing.profile import Profile
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.block_cache import LruCache
@@ -395,7 +396,9 @@ def _prefixes(trace: Trace, cache_tokens: int) -> list[tuple[int, int]]:
 def _run(
     trace: Trace, profile: Profile, prefill: int, decode: int, *, speed: float = 1.0, **options: object
 ) -> SimCluster:
-    chosen = ClusterOptions(prefill, decode, trace.block_size, **options)  # type: ignore[arg-type]
+    # the papers' rule is ours but for what is done past capacity
+    rule = fewest_seconds if options.get("policy", "global") in ("global", "local") else None
+    chosen = ClusterOptions(prefill, decode, trace.block_size, rule=rule, **options)  # type: ignore[arg-type]
     return simulate(Plan(trace, CostModel(profile), chosen, speed))
 
 

@@ -243,7 +243,7 @@ class ClusterView:
         source = nodes.get(placement.source_node) if placement.source_node is not None else None
         output_tokens = self.expected_output_tokens(request.max_tokens)
         num_tokens, prefill_s = request.num_tokens, placement.prefill_s
-        _, mean_s, longest_s = request.slo
+        alone_s, (_, mean_s, longest_s) = prefill_s * placement.prompt_share, request.slo
         tbt_slo_s = mean_s if mean_s < longest_s else longest_s
         new_tokens = num_tokens - placement.matched_tokens
         context_tokens, peak_tokens = num_tokens + int(output_tokens / 2), num_tokens + output_tokens
@@ -267,8 +267,8 @@ class ClusterView:
             request.max_tokens > 0,
         )
         self.num_in_flight += 1
-        self.prefill_demand.add(prefill_s * placement.prompt_share, now_s)
-        self.mean_prefill_s += PROMPT_GAIN * (prefill_s * placement.prompt_share - self.mean_prefill_s)
+        self.prefill_demand.add(alone_s, now_s)
+        self.mean_prefill_s += (PROMPT_GAIN if self.mean_prefill_s else 1.0) * (alone_s - self.mean_prefill_s)
         self._note_missed(request, placement.matched_blocks)
         self._join_queue(flight, now_s + placement.fetch_s)
         if source is not None:

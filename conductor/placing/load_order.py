@@ -13,6 +13,7 @@ A heap was weighed: it gives the least of all nodes, not of a given set.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from itertools import islice
 
 # Up to this many bits it is cheaper to look at each than to walk a long order.
 FEW_NODES = 8
@@ -99,6 +100,11 @@ class LoadOrder:
                 self.num_probes += probes
                 return node
         return None
+
+    def most(self, mask: int, count: int) -> list[int]:
+        """Return the `count` most loaded nodes of `mask`, the most loaded first; idle ones are none."""
+        found = (node for node in reversed(self._ordered_nodes) if mask >> node & 1)
+        return list(islice(found, count))
 
     def check(self) -> None:
         """Assert that every node is either idle or in the order, once, with its value."""

@@ -8,6 +8,8 @@ node would take by the cost model, and `PrefillComparison` also with a fetch, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
+from operator import attrgetter
 
 from base.config import SchedulerConfig
 from base.errors import ConfigError
@@ -24,6 +26,13 @@ MAX_SOURCES = 8
 
 # A second of recompute to come against one of this request: it is one of a queue that may be longer by then.
 LATER = 2.0
+
+# A line of so many prompts of usual length is long, if it takes so many seconds too.
+LONG_LINE_PROMPTS = 3.0
+LONG_LINE_S = 1.0
+# One prefill node of so many has a long line: with more of them fewer are served in time, with fewer who is
+# late waits longer.
+LATE_NODES = 4
 
 NOBODY: Group = (0, 0)
 
@@ -82,7 +91,36 @@ def least_cost(
     settings: SchedulerSettings,
     now_s: float,
 ) -> PrefillChoice:
-    """Return the prefill node that costs the fewest predicted seconds, this request's and those of others."""
+    """Return the prefill node that costs the fewest predicted seconds, or past capacity one of a long line.
+
+    Who is placed at once and names no bound is neither refused nor ordered before the nodes. Past capacity
+    all lines would grow alike, and everybody be late. So who would be late anywhere is late where most are
+    already, and the other nodes serve those after it in time. The longest prompts are late first.
+    """
+    best = fewest_seconds(request, groups, view, cost, settings, now_s)
+    if settings.ahead_s != inf or request.slo.ttft_slo_s != inf:
+        return best
+    line_s = max(LONG_LINE_S, LONG_LINE_PROMPTS * view.mean_prefill_s)
+    if best.queue_s <= line_s or best.ready_s <= 2.0 * line_s or not view.mean_prefill_s:
+        return best
+    members = preferred(view.prefill_mask, request, view)
+    late = view.prefill_order.most(members, max(1, members.bit_count() // LATE_NODES))
+    known = PrefillComparison(request, groups, view, cost, settings, now_s)
+    return min((known.choice(slot, depth_at(slot, groups)) for slot in late), key=attrgetter("cost_s"))
+
+
+def fewest_seconds(
+    request: PlacementRequest,
+    groups: list[Group],
+    view: ClusterView,
+    cost: CostModel,
+    settings: SchedulerSettings,
+    now_s: float,
+) -> PrefillChoice:
+    """Return the prefill node that costs the fewest predicted seconds, this request's and those of others.
+
+    Algorithm 1 of arXiv 2407.00079, as `scheduler.py` has it, whatever the load is.
+    """
     known = PrefillComparison(request, groups, view, cost, settings, now_s)
     best: PrefillChoice | None = None
     rest = preferred(view.prefill_mask, request, view) if request.avoid else view.prefill_mask

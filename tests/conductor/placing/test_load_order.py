@@ -26,6 +26,8 @@ def test_least_of_any_mask_agrees_with_a_scan(seed: int) -> None:
         mask = rng.choice((asked_often, rng.getrandbits(40)))
         members = [(max(values[n], floor), n) for n in bits_of(mask) if n in values]
         assert order.least(mask) == (min(members)[1] if members else None)
+        busy = sorted((-values[n], -n) for n in bits_of(mask) if n in values and values[n] > floor)
+        assert order.most(mask, 3) == [-node for _, node in busy[:3]]
 
 
 def test_bits_of_can_stop_early() -> None:

@@ -328,3 +328,40 @@ def test_a_prompt_of_which_nothing_decodes_needs_a_prefill_node_alone_and_leaves
         assert view.mean_output_tokens == make_view().mean_output_tokens
     assert turn_of(request.slo, 0.0, view, DEFAULT_SETTINGS, 2.0, decodes=False) is Turn.NOW
     assert turn_of(request.slo, 0.0, view, DEFAULT_SETTINGS, 2.0) is Turn.LATER
+
+
+def queued(seconds: list[float], mean_prefill_s: float = 2.0):
+    """A view of prefill nodes with such queues, where prompts take so long in the mean."""
+    view = make_view(len(seconds), 2)
+    for slot, queue_s in enumerate(seconds):
+        view.prefill_order.set(slot, queue_s)
+    view.mean_prefill_s = mean_prefill_s
+    return view
+
+
+AT_ONCE = SchedulerSettings(reject=RejectPolicy.NONE)
+
+
+def chosen(view, slo: Slo | None = None, settings: SchedulerSettings = AT_ONCE) -> str:
+    """The prefill node of a prompt of 20 blocks."""
+    return require_placement(place(make_request(blocks=20, slo=slo), view, COST, 0.0, settings)).prefill_node
+
+
+def test_past_capacity_who_would_wait_long_anywhere_joins_a_quarter_of_the_lines() -> None:
+    lines = [21.0, 24.0, 30.0, 22.0, 28.0, 27.0, 25.0, 23.0]
+    assert chosen(queued(lines)) == "p4", "the shorter of the two longest lines"
+    assert chosen(queued(lines, mean_prefill_s=8.0)) == "p0", "no line of three such prompts"
+    assert chosen(queued([2.0, *lines[1:]])) == "p0", "one node has a short line"
+    assert chosen(queued(lines, mean_prefill_s=0.0)) == "p0", "nobody knows how long prompts are"
+
+
+def test_who_names_a_bound_or_waits_before_the_nodes_joins_the_shortest_line() -> None:
+    lines = [21.0, 24.0, 30.0, 22.0]
+    assert chosen(queued(lines), Slo(ttft_slo_s=60.0)) == "p0"
+    assert chosen(queued(lines), settings=SchedulerSettings(reject=RejectPolicy.NONE, ahead_s=0.5)) == "p0"
+
+
+def test_long_lines_of_nodes_to_avoid_are_not_joined() -> None:
+    view = queued([21.0, 24.0, 30.0, 22.0])
+    request = make_request(blocks=20)._replace(avoid=(NodeId("p2"),))
+    assert require_placement(place(request, view, COST, 0.0, AT_ONCE)).prefill_node == "p1"
