@@ -194,6 +194,7 @@ VIRTUAL_CLOCKS = {
     "tests/conductor/serving/test_overload.py",
     "tests/conductor/serving/test_role_changes.py",
     "tests/conductor/replay/test_conformance.py",
+    "tests/conductor/replay/test_several_conductors.py",
     "tests/simulation/carriage.py",
     "tests/simulation/conductor.py",
     "tests/simulation/world.py",

@@ -22,11 +22,12 @@ class Retries:
     num_unheard: int = 0
     avoid: tuple[NodeId, ...] = ()
     """Nodes that attempts failed at."""
+    max_attempts: int = MAX_ATTEMPTS
 
     @property
     def may_try_again(self) -> bool:
         """Whether an attempt that is lost is followed by another."""
-        return self.num_attempts - min(self.num_unheard, MAX_UNHEARD) < MAX_ATTEMPTS
+        return self.num_attempts - min(self.num_unheard, MAX_UNHEARD) < self.max_attempts
 
     def failed_at(self, node_id: NodeId) -> None:
         """Have the next attempt placed elsewhere if it can be."""

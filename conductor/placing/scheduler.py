@@ -140,7 +140,9 @@ def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> b
     slot = view.prefill_order.least(view.prefill_mask)
     if slot is None:
         return True
-    return view.node_at(slot).num_queued > 0 and view.prefill_order.value(slot) - now_s > settings.ahead_s
+    node = view.node_at(slot)
+    has_prompts = node.num_queued > 0 or node.foreign_queue_s > 0.0
+    return has_prompts and view.prefill_order.value(slot) - now_s > settings.ahead_s
 
 
 class Turn(Enum):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from base.config import ClusterConfig, EngineConfig, SchedulerConfig
 from base.option_values import real, whole
 from base.request import Slo
+from conductor.placing.retries import MAX_ATTEMPTS
 from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.profiles.reader import preset_names
 from conductor.replay.policies import POLICIES
@@ -106,6 +107,8 @@ def _add_cluster(add: Callable[..., object]) -> None:
     add("--slow-node", type=parse_slow_node, action="append", default=[], metavar="N=X", help=slow)
     add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
     add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
+    many = "conductors that share the nodes, and take requests in turn"
+    add("--conductors", type=whole(1, 64), default=1, metavar="N", help=many)
     add("--view-delay", type=seconds, default=0.0, metavar="S", help="KV events reach the conductor late")
     add(
         "--fault",
@@ -165,6 +168,9 @@ def _add_settings(add: Callable[..., object]) -> None:
         metavar="S",
         help="that a request without bounds waits, unless nobody is refused",
     )
+    attempts = f"placements of a request, at most, as its nodes are lost ({MAX_ATTEMPTS})"
+    add("--attempts", type=whole(1, 1_000), default=MAX_ATTEMPTS, metavar="N", help=attempts)
+    add("--no-fair-queue", action="store_true", help="those who wait are placed in the order that they came")
     add(
         "--no-learning",
         action="store_true",

@@ -33,6 +33,7 @@ from conductor.replay.events import Events
 from conductor.replay.faults import NodeFault
 from conductor.replay.gap_counts import GapCounts
 from conductor.replay.links import Flow, Links
+from conductor.replay.load_reports import LoadReports
 from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.pipeline import CHUNK_TOKENS, run_through
 from conductor.replay.sim_conductor import Placer, SimConductor
@@ -72,8 +73,13 @@ class SimCluster:
         self._gap_bounds = GapBounds(options.slo.tbt_slo_s, options.slo.longest_gap_slo_s)
         self._num_begun = 0
         """Attempts, of all requests."""
-        self._conductor = SimConductor(self._cost, options, self._at, self._placed, self._refused, placer)
-        self.view = self._conductor.view
+        self._conductors = [
+            SimConductor(self._cost, options, self._at, self._placed, self._refused, placer)
+            for _ in range(options.conductors)
+        ]
+        self.views = [conductor.view for conductor in self._conductors]
+        self.view = self.views[0]
+        """The view of the conductor that is in control of roles."""
         self.num_events = 0
         """Arrivals and what followed from them, once the run is over."""
         self._is_arriving = False
@@ -83,6 +89,9 @@ class SimCluster:
         """Sessions that begin when others have ended."""
         self._roles = RoleController(self._cost) if options.settings.roles_follow else None
         self._nodes = {spec.node_id: self._node(spec) for spec in specs}
+        self._reports: LoadReports | None = None
+        if len(self._conductors) > 1:
+            self._reports = LoadReports(self._nodes, self._conductors, self._block_size, self._at)
         for node in self._nodes.values():
             self._register(node, node.spec.roles)
         if unknown := [fault.node for fault in options.faults if fault.node not in self._nodes]:
@@ -132,7 +141,7 @@ class SimCluster:
     @property
     def _is_busy(self) -> bool:
         """Whether something will happen that is worth watching."""
-        is_served = self._in_flight or self._conductor.num_waiting
+        is_served = self._in_flight or any(conductor.num_waiting for conductor in self._conductors)
         return self._is_arriving or bool(is_served) or self._num_turns_to_come > 0
 
     # Nodes
@@ -153,17 +162,22 @@ class SimCluster:
 
     def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
         num_blocks = node.spec.profile.device_kv_tokens // self._block_size
-        self.view.add_node(
-            bare_node(node.node_id, roles, num_blocks, self._block_size, node.epoch), self.now_s
-        )
-        self._conductor.pump(self.now_s)
+        info = bare_node(node.node_id, roles, num_blocks, self._block_size, node.epoch)
+        for view in self.views:
+            view.add_node(info, self.now_s)
+        self._pump()
+
+    def _pump(self) -> None:
+        for conductor in self._conductors:
+            conductor.pump(self.now_s)
 
     def _node_dies(self, fault: NodeFault) -> None:
         node = self._nodes[NodeId(fault.node)]
         if node.node_id not in self.view.node_ids():
             return
         roles = self.view.node(node.node_id).info.roles
-        self.view.remove_node(node.node_id)
+        for view in self.views:
+            view.remove_node(node.node_id)
         node.cache.clear()
         node.next_event = 1
         node.epoch += 1
@@ -179,7 +193,7 @@ class SimCluster:
                 self._stop_flow(request)
                 request.fetching = False
                 self._nodes[placement.prefill_node].engine.add(request, self.now_s)
-        self._conductor.pump(self.now_s)
+        self._pump()
         if fault.for_s < inf:
             self._at(self.now_s + fault.for_s, self._register, node, roles)
 
@@ -189,7 +203,8 @@ class SimCluster:
         self._stop_flow(request)
         self._nodes[request.placement.prefill_node].engine.drop(request, self.now_s)
         self.outcomes.num_retried += 1
-        self._conductor.lost(request, node_id, self.now_s)
+        self._has_ended(request)
+        self._conductors[request.conductor].lost(request, node_id, self.now_s)
 
     def _stop_flow(self, request: SimRequest) -> None:
         if request.flow is not None:
@@ -197,11 +212,14 @@ class SimCluster:
             request.flow = None
 
     def _step_roles(self, roles: RoleController) -> None:
-        change = roles.step(self.view, self.now_s, self._conductor.waiting_s)
+        in_control = self._conductors[0]
+        change = roles.step(self.view, self.now_s, in_control.waiting_s)
         if change is not None:
             self.view.set_roles(change.node_id, frozenset({change.role}), self.now_s)
             self.outcomes.role_changes += 1
-            self._conductor.pump(self.now_s)
+            if self._reports is not None:
+                self._reports.changed(change.node_id, 0, self.now_s)
+            in_control.pump(self.now_s)
         if self._is_busy:
             self._at(self.now_s + STEP_S, self._step_roles, roles)
 
@@ -227,7 +245,8 @@ class SimCluster:
         self.outcomes.num_arrived = number + 1
         request = SimRequest(row, number, self.options.output_limit, is_session)
         request.gap_bounds = self._gap_bounds
-        self._conductor.ask(request, self.now_s)
+        request.conductor = number % len(self._conductors)
+        self._conductors[request.conductor].ask(request, self.now_s)
 
     def _placed(self, request: SimRequest) -> None:
         placement = request.placement
@@ -239,6 +258,12 @@ class SimCluster:
             self._fetch(request, node, self._nodes[placement.source_node])
         else:
             node.engine.add(request, self.now_s)
+        if self._reports is not None:
+            self._reports.placed(request, self.now_s)
+
+    def _has_ended(self, request: SimRequest) -> None:
+        if self._reports is not None:
+            self._reports.ended(request, self.now_s)
 
     def _refused(self, request: SimRequest, reason: str, wasted_prefill_s: float = 0.0) -> None:
         self.outcomes.rejected(request, reason, wasted_prefill_s)
@@ -349,9 +374,13 @@ class SimCluster:
     def _next_token(self, request: SimRequest) -> None:
         """The token that prefill makes came: the first, or after a fault the next."""
         now_s, placement = self.now_s, request.placement
-        if not self._conductor.was_prefilled(request, now_s):
+        conductor = self._conductors[request.conductor]
+        if self._reports is not None:
+            self._reports.went_on(request, now_s)
+        if not conductor.was_prefilled(request, now_s):
             del self._in_flight[request]
-            self._conductor.ended(request, now_s)
+            self._has_ended(request)
+            conductor.ended(request, now_s)
             self._refused(request, "tbt_late", request.prefill_s)
             return
         node = self._nodes[placement.decode_node]
@@ -380,7 +409,8 @@ class SimCluster:
 
     def _finished(self, request: SimRequest, now_s: float) -> None:
         del self._in_flight[request]
-        self._conductor.ended(request, now_s, request.tokens_left)
+        self._has_ended(request)
+        self._conductors[request.conductor].ended(request, now_s, request.tokens_left)
         placement = request.placement
         tbt_s = worst_gaps_s(request.gaps, max(0, request.output_tokens - 1))
         self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
@@ -418,11 +448,13 @@ class SimCluster:
             seen_at_s = self.now_s + self.options.view_delay_s
             self._at(seen_at_s, self._see, node, node.epoch, first_number, stored, evicted)
         else:
-            self.view.kv_events(node.node_id, first_number, stored, evicted)
+            for view in self.views:
+                view.kv_events(node.node_id, first_number, stored, evicted)
         return len(stored)
 
     def _see(
         self, node: SimNode, epoch: int, first_number: int, stored: ChainOf[Key], evicted: list[Key]
     ) -> None:
         if epoch == node.epoch:
-            self.view.kv_events(node.node_id, first_number, stored, evicted)
+            for view in self.views:
+                view.kv_events(node.node_id, first_number, stored, evicted)

@@ -11,6 +11,7 @@ from base.request import NodeId, Role, Slo
 from conductor.placing.placement import UNBOUNDED
 from conductor.placing.prefill_policies import PrefillPolicy
 from conductor.placing.profile import Profile, slowed
+from conductor.placing.retries import MAX_ATTEMPTS
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.faults import NodeFault
 from conductor.replay.pipeline import grouped
@@ -54,6 +55,12 @@ class ClusterOptions:
     """Requests that wait to be placed, at most; then one is let go."""
     role_wait_s: float = 10.0
     """Seconds that a request waits for a role that has no node left."""
+    max_attempts: int = MAX_ATTEMPTS
+    """How often a request is placed, at most, where nodes are lost."""
+    is_fair: bool = True
+    """Whether those who wait are ordered as the service does; False: as they came."""
+    conductors: int = 1
+    """Conductors, which take requests in turn and hear of the others' only what nodes report."""
     patience_s: float = inf
     """Seconds that a request without a TTFT bound waits to be placed, unless nobody is refused."""
     retests: bool = True

@@ -16,7 +16,7 @@ from base.request import NodeId, RequestId
 from conductor.placing.admission import admit_to_decode
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
-from conductor.placing.fair_queue import waiting
+from conductor.placing.fair_queue import Criticality, Waiting, waiting
 from conductor.placing.learner import Learner
 from conductor.placing.placement import (
     UNBOUNDED,
@@ -46,6 +46,13 @@ Placer = Callable[
     [PlacementRequest, ClusterView, CostModel, float, SchedulerSettings, PrefillPolicy],
     Placement | Rejection,
 ]
+
+
+def in_order(item: Waiting, arrival_s: float) -> Waiting:
+    """Return who waits as one of a line without classes and tenants: whoever came first goes first."""
+    begun = Criticality.BEGUN
+    level = begun if item.criticality is begun else Criticality.STANDARD
+    return item._replace(criticality=level, tenant="", due_at_s=arrival_s, pressed_due_at_s=inf)
 
 
 class _RefusedError(RejectedError):
@@ -103,6 +110,7 @@ class SimConductor:
         # where a decode node computes prompts, what those who decode there can bear is known to placement
         self._asked_slo = options.slo if self._settings.roles_follow else self._slo
         self._patience_s = inf if reject is RejectPolicy.NONE else options.patience_s
+        self._is_fair, self._max_attempts = options.is_fair, options.max_attempts
         self._retests = options.retests and reject is not RejectPolicy.NONE
         self._schedule = schedule
         self._on_placed = on_placed
@@ -150,6 +158,8 @@ class SimConductor:
                 self._cost.prefill_s(request.num_tokens, 0),
                 is_retry,
             )._replace(decodes=request.output_tokens > 0)
+            if not self._is_fair:
+                item = in_order(item, request.arrival_s)
             waits = self._queue.join(item, _QueuedRequest(self, request), now_s, by_s, inf, nobody_waits)
         except ServeError as error:
             self.refuse(request, error)
@@ -239,7 +249,7 @@ class SimConductor:
     def lost(self, request: SimRequest, node_id: NodeId, now_s: float) -> None:
         """Try a request again whose attempt a node has lost, if it may be."""
         self.ended(request, now_s)
-        if request.begin_again(node_id):
+        if request.begin_again(node_id, self._max_attempts):
             self.ask(request, now_s)
         else:
             self.refuse(request, LostError(node_id))

@@ -129,6 +129,17 @@ class SimEngine:
         """Prompts of which a part is computed or in the present step."""
         return len(self._prompts)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of KV of the prompts that were let in, computed or not."""
+        return self._prompt_tokens
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that are not computed yet; of those that wait for a step all are."""
+        begun = sum(request.num_tokens - request.computed_tokens for request in self._prompts)
+        return begun + sum(request.num_tokens for request in self._queue)
+
     def add(self, request: SimRequest, now_s: float) -> None:
         """Queue a prompt, before those that are later in order."""
         queue = self._queue

@@ -31,6 +31,8 @@ class SimRequest:
     is_session: bool
     """Whether a session that waits may begin when it and its turns are over: a subagent's may not."""
     number: int
+    conductor: int
+    """The number of the conductor that owns it."""
     output_tokens: int
     request_id: RequestId
     """The present attempt's name."""
@@ -100,6 +102,7 @@ class SimRequest:
         if output_limit is not None and output_limit < output_tokens:
             output_tokens = output_limit
         self.number = number
+        self.conductor = 0
         self.is_session = is_session
         self.request_id = RequestId(str(number))
         self.num_tokens = self.prompt_tokens
@@ -119,10 +122,10 @@ class SimRequest:
         """Whether a token is out."""
         return self.first_token_s is not None
 
-    def begin_again(self, lost_by: NodeId) -> bool:
+    def begin_again(self, lost_by: NodeId, max_attempts: int) -> bool:
         """Become another attempt, which has yet to be placed; False: there were enough."""
         if self.retries is None:
-            self.retries = Retries(num_attempts=1)
+            self.retries = Retries(num_attempts=1, max_attempts=max_attempts)
         self.retries.failed_at(lost_by)
         if not self.retries.may_try_again:
             return False

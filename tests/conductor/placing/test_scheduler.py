@@ -365,3 +365,15 @@ def test_long_lines_of_nodes_to_avoid_are_not_joined() -> None:
     view = queued([21.0, 24.0, 30.0, 22.0])
     request = make_request(blocks=20)._replace(avoid=(NodeId("p2"),))
     assert require_placement(place(request, view, COST, 0.0, AT_ONCE)).prefill_node == "p1"
+
+
+def test_a_node_with_prompts_of_another_conductor_is_not_idle() -> None:
+    view, settings = make_view(1, 1), SchedulerSettings(ahead_s=0.5)
+    asked = make_request().slo, 0.0, view, settings
+    assert turn_of(*asked, 0.0) is Turn.NOW
+    beat = make_heartbeat(num_free_blocks=2_700, num_queued_tokens=40_000, num_waiting=2)
+    view.heartbeat(NodeId("p0"), beat, 0.0)
+    ends_s = view.prefill_order.value(0)
+    assert ends_s > 1.0
+    assert turn_of(*asked, 0.0) is Turn.LATER
+    assert turn_of(*asked, ends_s - 0.4) is Turn.NOW

@@ -147,3 +147,27 @@ def test_short_answers_do_not_teach_that_steps_are_slow() -> None:
     assert cluster.outcomes.num_completed == 60
     assert min(cluster.outcomes.mean_tbt_s) > 3 * COST.decode_step_s(2, 4_096)
     assert cluster.view.corrections.ratio(NodeId("d0"), "decode") == pytest.approx(1.0, rel=0.05)
+
+
+def test_without_a_fair_queue_those_who_wait_are_placed_as_they_came() -> None:
+    rows = [
+        row._replace(priority=number % 3 - 1, tenant=str(number % 2))
+        for number, row in enumerate(burst(12).requests)
+    ]
+    trace = dataclasses.replace(burst(12), requests=rows)
+    begun = []
+    for is_fair in (True, False):
+        outcomes = run(trace, "1P1D", settings=SHIPPED, is_fair=is_fair).outcomes
+        assert outcomes.num_completed == 12
+        first_s = [arrival + ttft for arrival, ttft in zip(outcomes.arrival_s, outcomes.ttft_s, strict=True)]
+        begun.append([number for _, number in sorted(zip(first_s, outcomes.number, strict=True))])
+    assert begun[0] != list(range(12)) == begun[1]
+
+
+def test_attempts_are_as_many_as_are_asked_for() -> None:
+    die = (NodeFault(20.0, NodeId("d0"), 5.0),)
+    once, twice = (
+        run(burst(1, output=20_000), "1P2D", faults=die, max_attempts=count).outcomes for count in (1, 2)
+    )
+    assert once.rejections == {"lost": 1}
+    assert (twice.num_completed, twice.num_retried) == (1, 1)

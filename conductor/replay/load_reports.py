@@ -1,0 +1,96 @@
+"""Reports of nodes' load, where several conductors share the nodes.
+
+Each conductor counts its own placements at once, and hears of the others' what a node reports: prompts that
+wait, sequences that decode, blocks that are free. A node reports soon after its load changed, and not more
+often than `base/attach.py` lets it; what was placed meanwhile is not known, and so two conductors may choose
+the same idle node. One conductor needs no reports: nothing happens but by its own placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from base.attach import STATE_GAP_S, WAKE_DELAY_S
+from base.messages import Heartbeat
+from base.request import NodeId
+from conductor.replay.sim_conductor import SimConductor
+from conductor.replay.sim_node import SimNode
+from conductor.replay.sim_request import SimRequest
+
+Route = tuple[NodeId, int]
+"""A node, and the number of a conductor."""
+
+
+class LoadReports:
+    """The reports of all nodes to all conductors, the first of which is in control of roles."""
+
+    def __init__(
+        self,
+        nodes: Mapping[NodeId, SimNode],
+        conductors: Sequence[SimConductor],
+        block_size: int,
+        schedule: Callable[..., None],
+    ) -> None:
+        """`schedule`: has something called at a moment."""
+        self._nodes = nodes
+        self._conductors = conductors
+        self._block_size = block_size
+        self._schedule = schedule
+        self._due: set[Route] = set()
+        self._reported_at_s: dict[Route, float] = {}
+        self._to_decode: dict[NodeId, dict[SimRequest, None]] = {node_id: {} for node_id in nodes}
+        self._num_reports = 0
+
+    def placed(self, request: SimRequest, now_s: float) -> None:
+        """Note a request that its conductor has just placed."""
+        self._to_decode[request.placement.decode_node][request] = None
+        self.went_on(request, now_s)
+
+    def ended(self, request: SimRequest, now_s: float) -> None:
+        """Note that an attempt is over."""
+        self._to_decode[request.placement.decode_node].pop(request, None)
+        self.went_on(request, now_s)
+
+    def went_on(self, request: SimRequest, now_s: float) -> None:
+        """Note that its nodes have another load by a request."""
+        placement = request.placement
+        self.changed(placement.prefill_node, request.conductor, now_s)
+        if placement.decode_node != placement.prefill_node:
+            self.changed(placement.decode_node, request.conductor, now_s)
+
+    def changed(self, node_id: NodeId, by: int, now_s: float) -> None:
+        """Have a node report soon to all but the conductor that it has the change from."""
+        for number in range(len(self._conductors)):
+            route = node_id, number
+            if number != by and route not in self._due:
+                self._due.add(route)
+                earliest_s = self._reported_at_s.get(route, 0.0) + STATE_GAP_S
+                at_s = max(now_s + WAKE_DELAY_S, earliest_s)
+                self._schedule(at_s, self._report, route, at_s)
+
+    def _report(self, route: Route, now_s: float) -> None:
+        node_id, number = route
+        self._due.discard(route)
+        self._reported_at_s[route] = now_s
+        conductor = self._conductors[number]
+        if conductor.view.is_member(node_id):
+            conductor.view.heartbeat(node_id, self._heartbeat(self._nodes[node_id]), now_s)
+            if conductor.num_waiting:
+                conductor.pump(now_s)
+
+    def _heartbeat(self, node: SimNode) -> Heartbeat:
+        engine, coming = node.engine, self._to_decode[node.node_id]
+        reserved = sum(request.num_tokens for request in coming if request.waits_for)
+        held = reserved + engine.context_tokens + engine.prompt_tokens
+        self._num_reports += 1
+        return Heartbeat(
+            sequence=self._num_reports,
+            num_free_blocks=max(0, engine.capacity_tokens - held) // self._block_size,
+            num_held_blocks=held // self._block_size,
+            num_waiting=engine.num_waiting,
+            num_running=engine.batch + engine.num_prompts,
+            num_queued_tokens=engine.queued_tokens,
+            num_context_tokens=engine.context_tokens,
+            roles=self._conductors[0].view.node(node.node_id).info.roles,
+            num_step_rows=engine.batch,
+        )
