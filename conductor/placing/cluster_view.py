@@ -39,12 +39,10 @@ from kvstore.index import Key, NodeEvents, PrefixIndex
 # Of outputs seen so far; a new request is expected to be as long, up to its max_tokens.
 OUTPUT_GAIN = 0.02
 INITIAL_OUTPUT_TOKENS = 256.0
-
 # Of prompts placed so far: the next one is expected to take as long to compute.
 PROMPT_GAIN = 0.01
 # A decode node that computes a prompt counts as one with steps this much longer: who joins makes it later.
 COMPUTES_TOO = 1.5
-
 # Of the last few stored prompts, in how much they made a node evict.
 EVICT_GAIN = 0.2
 
@@ -371,7 +369,9 @@ class ClusterView:
 
     def settle(self, now_s: float) -> None:
         """Bring what changes by itself up to a moment, before anything is chosen."""
-        self.prefill_order.settle(now_s)
+        for slot in self.prefill_order.settle(now_s):
+            if overdue_s := self.node_at(slot).overdue_s:
+                self.prefill_order.set(slot, now_s + overdue_s)
         is_dear = self.room_price.price > 1.0  # else the mean of many decode times is for nobody
         self.room_price.settle(now_s, self.projection.decode_s if is_dear else inf)
         if self.corrections.changed:

@@ -145,11 +145,13 @@ class Learner:
         """Doubt that a node which was not measured for long is slower than one that was measured now.
 
         Who believes it sends nothing there, and would believe it for ever: after a cold start, for example.
+        One that has prompts will be measured when they are done.
         """
         oldest = next(iter(heard_at_s))
         if now_s - heard_at_s[oldest] < UNHEARD_S:
             return
         del heard_at_s[oldest]
         if self._view.is_member(oldest):
-            self._view.corrections.doubt(oldest, node_id, term)
+            if not self._view.node(oldest).num_queued:
+                self._view.corrections.doubt(oldest, node_id, term)
             heard_at_s[oldest] = now_s

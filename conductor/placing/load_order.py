@@ -13,6 +13,7 @@ A heap was weighed: it gives the least of all nodes, not of a given set.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import islice
 
 # Up to this many bits it is cheaper to look at each than to walk a long order.
@@ -67,15 +68,18 @@ class LoadOrder:
         self._take_out(node)
         self._values.pop(node, None)
 
-    def settle(self, floor: float) -> None:
-        """Count nodes whose value is at most `floor` as idle. The floor never falls."""
+    def settle(self, floor: float) -> Sequence[int]:
+        """Count nodes whose value is at most `floor` as idle; return those that were not. It never falls."""
         values = self._ordered_values
-        if values and values[0] <= floor:
-            end = bisect_right(values, floor)
-            self._walked = 0
-            for node in self._ordered_nodes[:end]:
-                self._idle |= 1 << node
-            del values[:end], self._ordered_nodes[:end]
+        if not values or values[0] > floor:
+            return ()
+        end = bisect_right(values, floor)
+        nodes = self._ordered_nodes[:end]
+        self._walked = 0
+        for node in nodes:
+            self._idle |= 1 << node
+        del values[:end], self._ordered_nodes[:end]
+        return nodes
 
     def least(self, mask: int) -> int | None:
         """Return the least loaded node of `mask`; None where none of them is known."""

@@ -14,6 +14,11 @@ from base.request import NodeId, Role
 from conductor.placing.cost_model import NodeCorrections
 from kvstore.index import NodeEvents
 
+# What a prompt that was to be done is expected to take yet, in prompts of the queue's mean length.
+OVERDUE = 0.25
+# Less than this is the time that a message takes, and the last part of a hand-off.
+OVERDUE_S = 0.1
+
 
 @dataclass(slots=True, eq=False)
 class NodeState:
@@ -63,6 +68,17 @@ class NodeState:
         if not self.tbt_bounds[bound_s]:
             del self.tbt_bounds[bound_s]
         self.tightest_tbt_s = min(self.tbt_bounds, default=inf)
+
+    @property
+    def behind_s(self) -> float:
+        """Predicted seconds of this conductor's prompts that wait for the first of them."""
+        return self.queued_s * (self.num_queued - 1) / self.num_queued if self.num_queued else 0.0
+
+    @property
+    def overdue_s(self) -> float:
+        """Seconds that prompts will take yet which were predicted to be done: of the first, nobody knows."""
+        seconds = self.behind_s + OVERDUE * self.queued_s / max(1, self.num_queued)
+        return seconds if seconds > OVERDUE_S else 0.0
 
     @property
     def free_tokens(self) -> float:

@@ -138,8 +138,7 @@ class RoleController:
 
 def _waiting_s(node: NodeState) -> float:
     """Return the predicted seconds of a node's prompts that wait for the one before them."""
-    own_s = node.queued_s * (node.num_queued - 1) / node.num_queued if node.num_queued else 0.0
-    return own_s + node.foreign_queue_s
+    return node.behind_s + node.foreign_queue_s
 
 
 def decode_demand(view: ClusterView, cost: CostModel) -> float:

@@ -136,7 +136,7 @@ def _judged(
 
 def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> bool:
     """Return whether every prefill node has enough ahead of it; also where there is none."""
-    view.prefill_order.settle(now_s)
+    view.settle(now_s)
     slot = view.prefill_order.least(view.prefill_mask)
     if slot is None:
         return True

@@ -7,7 +7,7 @@ import pytest
 
 from base.errors import StaleError
 from base.kv_layout import head_layout
-from base.request import NodeId, Role
+from base.request import NodeId, RequestId, Role
 from conductor.placing.scheduler import place
 from tests.conductor.builders import (
     make_cost,
@@ -197,3 +197,32 @@ def test_node_that_says_it_drains_gets_no_work_until_it_says_otherwise() -> None
     assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
     view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 2.0)
     assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"
+
+
+def test_prompts_that_were_to_be_done_and_are_not_hold_their_node_up() -> None:
+    view = make_view(2, 1)
+    for number in range(4):
+        request = make_request(f"r{number}", blocks=20, first_block=100 * number)
+        placement = require_placement(place(request, view, COST, 0.0))
+        view.placed(request, placement._replace(prefill_node=NodeId("p0")), 0.0)
+    each_s, ends_s = view.node(NodeId("p0")).queued_s / 4, view.prefill_order.value(0)
+    assert each_s > 0.5
+    view.settle(ends_s - 0.01)
+    assert view.prefill_order.value(0) == ends_s
+    view.settle(ends_s + 0.01)
+    assert view.prefill_order.value(0) == pytest.approx(ends_s + 0.01 + 3.25 * each_s)
+    asked = make_request("q", first_block=900)
+    assert require_placement(place(asked, view, COST, ends_s + 0.02)).prefill_node == "p1"
+    for number in range(4):
+        view.finished(RequestId(f"r{number}"), ends_s + 1.0)
+    view.settle(ends_s + 2.0)
+    assert require_placement(place(asked, view, COST, ends_s + 2.0)).prefill_node == "p0"
+
+
+def test_a_prompt_that_is_late_by_what_a_message_takes_holds_nobody_up() -> None:
+    view = make_view(1, 1)
+    request = make_request(blocks=1)
+    view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    ends_s = view.prefill_order.value(0)
+    view.settle(ends_s + 0.001)
+    assert view.prefill_order.value(0) == ends_s

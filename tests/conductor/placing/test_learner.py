@@ -111,7 +111,14 @@ def test_a_node_that_seemed_slow_once_and_gets_nothing_is_doubted_and_one_as_slo
     for now_s in range(1, 30):
         measured("p2", float(now_s), slow_all_round)
     assert corrections.ratio("p0", "prefill") == pytest.approx(cold_s)
-    for now_s in range(30, 300):
+    asked = make_request("long", 4, 900_000)
+    placement = require_placement(place(asked, view, COST, 29.0, PLAIN))._replace(prefill_node=NodeId("p0"))
+    view.placed(asked, placement, 29.0)
+    for now_s in range(30, 100):
+        measured("p2", float(now_s), slow_all_round)
+    assert corrections.ratio("p0", "prefill") == pytest.approx(cold_s), "what it has will say how fast it is"
+    view.finished(asked.request_id, 100.0)
+    for now_s in range(100, 400):
         measured("p2", float(now_s), slow_all_round)
     assert corrections.ratio("p0", "prefill") == pytest.approx(slow_all_round, rel=0.01)
     assert corrections.ratio("p1", "prefill") == pytest.approx(slow_all_round)
