@@ -137,8 +137,7 @@ def profile_from_steps(
         ],
         [max(SHORTEST_S, step.seconds - context_s * step.context_tokens) for step in chunked],
     )
-    known = run.shared.profile
-    capacity_tokens = run.capacity_tokens()
+    known, capacity_tokens = run.shared.profile, run.capacity_tokens()
     return dataclasses.replace(
         known,
         name=name,
@@ -164,6 +163,7 @@ def profile_from_steps(
         host_kv_tokens=capacity_tokens,
         dispatch_s=0.0,
         dispatch_token_s=0.0,
+        fitted_tokens=max(each.made.asked.num_tokens + each.actual.num_output_tokens for each in run.served),
         evidence=Evidence(device="see the cluster's own"),
     )
 

@@ -123,6 +123,8 @@ class Profile:
     """Seconds of a request's TTFT for each token of its prompt, to read and tokenize it."""
     decode_experts_s: float = 0.0
     """Seconds in which a step reads all experts of all layers; few tokens hit some of them."""
+    fitted_tokens: int = 0
+    """Tokens of the longest context that it was fitted to, where no evidence says so; 0: nobody knows."""
     expert_share: float = 0.0
     """Share of a layer's experts that a token goes to; 0: there are no experts."""
 

@@ -96,12 +96,12 @@ def run_report(cluster: SimCluster, slo: Slo) -> Report:
 
 
 def reach_tokens(profile: Profile) -> int:
-    """Return the tokens of the longest context that a profile was measured at; 0: none is recorded."""
+    """Return the tokens of the longest context that a profile was fitted to; 0: none is recorded."""
     evidence = profile.evidence
     prefill = [point.tokens + point.context for point in evidence.prefill]
     decode = [point.context for point in evidence.decode]
     steps = [point.chunk_tokens + point.prefix_tokens for point in evidence.steps]
-    return round(max([*prefill, *decode, *steps], default=0))
+    return round(max([profile.fitted_tokens, *prefill, *decode, *steps]))
 
 
 def reach_note(trace: Trace, profile: Profile) -> str:
@@ -111,7 +111,7 @@ def reach_note(trace: Trace, profile: Profile) -> str:
         return ""
     longer = sum(each.num_tokens > reach for first in trace.requests for each in every_request(first))
     return (
-        f"measured to contexts of {reach:,} tokens: {longer / trace.num_requests:.0%} of the prompts are "
+        f"fitted to contexts of {reach:,} tokens: {longer / trace.num_requests:.0%} of the prompts are "
         f"longer, up to {trace.longest_tokens:,}; beyond, attention is taken to grow with the square of a "
         "prompt and in proportion to what decodes"
     )
