@@ -1,10 +1,10 @@
-"""`conductor advise TRACE`: how many nodes a traffic needs, where roles follow it.
+"""`conductor advise TRACE`: how many nodes a traffic needs, and how they are to be set.
 
 The answer is the fewest nodes that serve enough of the requests within their bounds; how much more of the
 same traffic they carry before they do not; and what bounds them a little beyond: there each of prefill,
-decode, memory and links is made twice as good in turn, and what helps most is the bottleneck. Which nodes
-prefill and which decode is no part of it: they begin in halves and follow the load. Where roles are fixed
-that is a question of its own, which `conductor replay --sweep` draws.
+decode, memory and links is made twice as good in turn, and what helps most is the bottleneck. There too other
+splits are tried, and steps of other lengths (`splits.py`). Where roles follow the load nodes begin in halves;
+where they are fixed each number of nodes is judged by its best split.
 
 Each figure is a replay, with the settings that the service ships with, or with `-c cluster.yaml` those of a
 deployed cluster. Bounds are kept as the service judges it: TBT is the mean of a request's gaps.
@@ -15,20 +15,34 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from math import sqrt
+from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean
 
 from base.errors import ConfigError
 from base.option_values import real, whole
 from base.request import Slo
 from bench.papers.chart import Line, chart
 from bench.papers.command import SETS, make_plan, named_trace, read_arguments
+from bench.papers.splits import (
+    CHUNKS,
+    Case,
+    Replayed,
+    Served,
+    best_split,
+    better_steps,
+    halves,
+    neighbours,
+    other_beginnings,
+    said_of_splits,
+    said_of_steps,
+    split,
+)
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
-from conductor.replay.arguments import MAX_NODES, Nodes
+from conductor.replay.arguments import MAX_NODES
 from conductor.replay.command import name_bad_rows, policies_of, read_profile, roles_follow, slo_of
 from conductor.replay.report import reach_note
 from conductor.replay.simulate import Plan, simulate
@@ -36,6 +50,9 @@ from conductor.replay.trace import Trace
 
 ENOUGH = 0.99
 """Share of requests within their bounds that is asked for, as of `conductor autoscale`."""
+
+HALF = 0.5
+"""Share of requests under which an answer is no answer."""
 
 MOST_NODES = 64
 BEYOND = 1.25
@@ -64,38 +81,18 @@ PARTS: dict[str, dict[str, float]] = {
 """What may bound nodes, and what its fields of a profile are multiplied with to be twice as good."""
 
 
-class Served(NamedTuple):
-    """What came of one replay."""
-
-    nodes: int
-    times: float
-    """How many times as much traffic as there is."""
-    share: float
-    """Share of all requests that met their bounds."""
-    requests: int
-    goodput_per_s: float
-    """Requests a second within their bounds."""
-
-    @property
-    def error(self) -> float:
-        """The standard error of a share of so many requests."""
-        return sqrt(self.share * (1 - self.share) / max(1, self.requests))
-
-    def line(self) -> str:
-        """Return what is shown of it."""
-        return (
-            f"{self.nodes:5} nodes, {self.times:5.2f} times the traffic: {self.share:6.1%} +- "
-            f"{self.error:.1%} within bounds, {self.goodput_per_s:.2f} requests/s"
-        )
-
-
 Serve = Callable[[int, float, Profile | None], Served]
 """Replays (nodes, times the traffic) on nodes of a profile; None: the one that was asked for."""
 
 
-def halves(num_nodes: int) -> Nodes:
-    """Return the roles that nodes begin with; one alone has both."""
-    return Nodes((num_nodes + 1) // 2, num_nodes // 2, 0) if num_nodes > 1 else Nodes(0, 0, 1)
+def line(run: Served) -> str:
+    """Return what is shown of a replay as it ends."""
+    case = run.case
+    steps = f" in steps of {case.steps}" if case.steps else ""
+    return (
+        f"{run.nodes:5} nodes, {run.times:5.2f} times the traffic: {run.share:6.1%} +- {run.error:.1%} "
+        f"within bounds, {run.goodput_per_s:.2f} requests/s ({case.roles}{steps})"
+    )
 
 
 def hastened(plan: Plan, times: float) -> Plan:
@@ -151,25 +148,21 @@ def bottleneck(base: Served, better: Mapping[str, Served]) -> str:
     """Return which part bounds nodes, by the share of requests that each gives where it is twice as good."""
     ranked = sorted(better, key=lambda part: -better[part].share)
     first = better[ranked[0]]
-    if not _serves_more(first, base):
+    if not first.serves_more(base):
         return f"none of {', '.join(better)} alone"
-    return " or ".join(part for part in ranked if not _serves_more(first, better[part]))
+    return " or ".join(part for part in ranked if not first.serves_more(better[part]))
 
 
-def _serves_more(one: Served, other: Served) -> bool:
-    """Return whether more of the same requests are served, by two standard errors of how many those are."""
-    more = (one.share - other.share) * one.requests
-    return more > 2 * sqrt(max(0.0, more))
-
-
-def advice(found: Served, far: Served, base: Served, better: Mapping[str, Served]) -> str:
-    """Return what the replays of the fewest nodes say."""
-    begin = halves(found.nodes)
-    roles = f"{begin.prefill}P{begin.decode}D" if begin.decode else "one node of both roles"
+def advice(
+    found: Served, far: Served, base: Served, better: Mapping[str, Served], follows: bool = True
+) -> str:
+    """Return what the replays of the fewest nodes say; `follows`: roles follow the load."""
+    roles = found.case.roles if found.nodes > 1 else "one node of both roles"
+    begin = f"beginning as {roles}: roles follow the load" if follows else f"{roles}, roles fixed"
     more = f"up to {far.goodput_per_s:.2f} where it is {far.times:.2f} times as much"
     return "\n".join(
         [
-            f"fewest nodes: {found.nodes}, beginning as {roles}: roles follow the load",
+            f"fewest nodes: {found.nodes}, {begin}",
             f"goodput: {found.goodput_per_s:.2f} requests/s of this traffic, "
             f"{'and hardly more of it' if far.times == 1.0 else more}",
             f"beyond, bounded by: {bottleneck(base, better)}",
@@ -180,8 +173,10 @@ def advice(found: Served, far: Served, base: Served, better: Mapping[str, Served
 
 def too_few(base: Served, better: Mapping[str, Served]) -> str:
     """Return what is said where the most nodes do not serve enough."""
+    half = [f"warning: {base.case.roles}, the best that was tried, serves less than half"]
     return "\n".join(
         [
+            *(half if base.share < HALF else []),
             f"too few: {base.nodes} serves {base.share:.1%}, or no number keeps these bounds",
             f"bounded by: {bottleneck(base, better)}",
             _helped(base, better),
@@ -195,23 +190,42 @@ def _helped(base: Served, better: Mapping[str, Served]) -> str:
 
 
 def drawn(title: str, said: str, runs: Sequence[Served]) -> str:
-    """Return a page with what is said, the share by nodes, and the goodput of the last nodes by traffic."""
-    nodes = runs[-1].nodes
-    by_nodes: Line = sorted((float(run.nodes), run.share) for run in runs if run.times == 1.0)
-    by_times: Line = sorted((run.times, run.goodput_per_s) for run in runs if run.nodes == nodes)
+    """Return a page with what is said, and what was served by nodes, traffic, split and tokens of a step."""
+    last = runs[-1]
+    plain = [run for run in runs if not run.case.steps]
+    last_nodes = [run for run in plain if run.nodes == last.nodes]
+    by_nodes: Line = _highest((run.nodes, run.share) for run in plain if run.times == 1.0)
+    by_times: Line = _highest((run.times, run.goodput_per_s) for run in last_nodes)
+    at_last = [run for run in last_nodes if run.times == last.times]
+    by_split: Line = _highest((run.case.nodes.prefill, run.share) for run in at_last)
+    by_chunk: Line = _highest(
+        (run.case.chunk_tokens or 0, run.share) for run in runs if run.case.chunk_tokens
+    )
+    beyond = f"{last.nodes} nodes, {last.times:.2f} times the traffic"
     charts = (
         ("Share of requests within their bounds", "nodes", by_nodes),
-        (f"Requests a second within their bounds, {nodes} nodes", "times the traffic", by_times),
+        (f"Requests a second within their bounds, {last.nodes} nodes", "times the traffic", by_times),
+        (f"Share within their bounds, {beyond}", "prefill nodes", by_split),
+        (f"Share within their bounds, {beyond}", "tokens of a step", by_chunk),
     )
     figures = "".join(
-        f"<figure><figcaption>{escape(heading)}</figcaption>{chart(heading, unit, [('', line)])}</figure>"
-        for heading, unit, line in charts
+        f"<figure><figcaption>{escape(heading)}</figcaption>{chart(heading, unit, [('', points)])}</figure>"
+        for heading, unit, points in charts
+        if len(points) > 1
     )
     words = "".join(f"<p>{escape(line)}</p>" for line in said.splitlines())
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         f"<title>{escape(title)}</title></head><body><h1>{escape(title)}</h1>{words}{figures}</body></html>\n"
     )
+
+
+def _highest(points: Iterable[tuple[float, float]]) -> Line:
+    """Return the points in order, of those with one x the highest."""
+    highest: dict[float, float] = {}
+    for x, y in points:
+        highest[x] = max(y, highest.get(x, 0.0))
+    return sorted(highest.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -243,32 +257,60 @@ def _advise(args: argparse.Namespace, replay: argparse.Namespace) -> int:
     profile = read_profile(replay)
     for note in filter(None, (f"profile: {profile.source}", reach_note(trace, profile))):
         sys.stdout.write(f"{note}\n")
-    runs: dict[tuple[int, float], Served] = {}
+    runs: dict[Case, Served] = {}
 
-    def serve(nodes: int, times: float, other: Profile | None) -> Served:
-        if other is not None:
-            return _served(replay, trace, other, nodes, times)
-        if (nodes, times) not in runs:
-            runs[nodes, times] = served = _served(replay, trace, profile, nodes, times)
-            sys.stdout.write(f"{served.line()}\n")
+    def replayed(case: Case) -> Served:
+        if case.profile is not None:
+            return _served(replay, trace, case.profile, case)
+        if case not in runs:
+            runs[case] = served = _served(replay, trace, profile, case)
+            sys.stdout.write(f"{line(served)}\n")
             sys.stdout.flush()
-        return runs[nodes, times]
+        return runs[case]
 
-    said = _said(serve, profile, args.most, args.share)
+    said = _said(replayed, profile, replay, args)
     sys.stdout.write(f"{said}\n")
     if args.html:
         args.html.write_text(drawn(f"conductor advise {trace.name}", said, list(runs.values())))
     return 0
 
 
-def _said(serve: Serve, profile: Profile, most: int, enough: float) -> str:
-    base = found = fewest(most, serve, enough)
-    is_enough = found.share >= enough
+def _said(replayed: Replayed, profile: Profile, replay: argparse.Namespace, args: argparse.Namespace) -> str:
+    follows, share = roles_follow(replay), 0.5
+
+    def serve(nodes: int, times: float, other: Profile | None, enough: float = args.share) -> Served:
+        nonlocal share
+        if follows:
+            return replayed(Case(halves(nodes), times, other))
+        begin = Case(split(nodes, min(nodes - 1, max(1, round(share * nodes)))), times, other)
+        if other is not None:
+            return replayed(begin)
+        best = best_split(begin, replayed, enough)
+        share = best.case.nodes.prefill / nodes or share
+        return best
+
+    base = found = fewest(args.most, serve, args.share)
+    is_enough = found.share >= args.share
     if is_enough:
-        far = furthest(found, serve, enough)
-        base = serve(found.nodes, BEYOND * far.times, None)
+        far = furthest(found, serve, args.share)
+        base = serve(found.nodes, BEYOND * far.times, None, inf)
     better = {part: serve(base.nodes, base.times, improved(profile, part)) for part in PARTS}
-    return advice(found, far, base, better) if is_enough else too_few(base, better)
+    said = [advice(found, far, base, better, follows) if is_enough else too_few(base, better)]
+    if base.nodes > 1:
+        others = other_beginnings(base, replayed) if follows else neighbours(base, replayed)
+        said.append(said_of_splits(base, others, follows))
+    if replay.chunk_tokens is None and (follows or profile.chunk_step_s):
+        steps = [base.case._replace(chunk_tokens=tokens) for tokens in CHUNKS]
+        if not (follows or replay.whole_chunks):
+            steps.append(base.case._replace(whole_chunks=True))
+        others = [replayed(case) for case in steps]
+        said.append(said_of_steps(base, others))
+        better_set = better_steps(base, others)
+        if is_enough and better_set and found.nodes > 1:
+            fewer = Case(halves(found.nodes - 1), 1.0, None, *better_set.case[3:])
+            run = replayed(fewer) if follows else best_split(fewer, replayed, args.share)
+            said.append(f"with {better_set.case.steps} {run.nodes} nodes serve {run.share:.1%}")
+    return "\n".join(said)
 
 
 def _require_possible(replay: argparse.Namespace) -> None:
@@ -278,18 +320,24 @@ def _require_possible(replay: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: an option of conductor replay alone")
     if len(policies_of(replay, SETS)) > 1:
         raise ConfigError(f"--policy {replay.policy}: one at a time")
-    if not roles_follow(replay):
-        raise ConfigError("fixed roles have splits, of which conductor replay --html OUT --sweep draws each")
+    if replay.stages > 1:
+        raise ConfigError(f"--stages {replay.stages}: splits of groups are drawn by conductor replay --sweep")
 
 
-def _served(replay: argparse.Namespace, trace: Trace, profile: Profile, nodes: int, times: float) -> Served:
-    args = argparse.Namespace(**vars(replay) | {"nodes": halves(nodes)})
+def _served(replay: argparse.Namespace, trace: Trace, profile: Profile, case: Case) -> Served:
+    asked = {
+        "nodes": case.nodes,
+        "chunk_tokens": case.chunk_tokens or replay.chunk_tokens,
+        "whole_chunks": case.whole_chunks or replay.whole_chunks,
+    }
+    args = argparse.Namespace(**vars(replay) | asked)
     slo: Slo = slo_of(args)
-    cluster = simulate(hastened(make_plan(args, trace, CostModel(profile), args.policy, slo), times))
+    cluster = simulate(hastened(make_plan(args, trace, CostModel(profile), args.policy, slo), case.times))
     outcomes = cluster.outcomes
     share = outcomes.served_share_within(slo.ttft_slo_s, slo.tbt_slo_s)
     count = outcomes.num_arrived
-    return Served(nodes, times, share, count, share * count / max(cluster.now_s, 1e-9))
+    ttft_s = fmean(outcomes.ttft_s) if outcomes.num_completed else inf
+    return Served(case, share, count, share * count / max(cluster.now_s, 1e-9), ttft_s)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,26 @@ import pytest
 from bench.papers.advise import (
     MOST_TIMES,
     PARTS,
-    Served,
     advice,
     bottleneck,
     fewest,
     furthest,
-    halves,
     hastened,
     improved,
     main,
+    too_few,
+)
+from bench.papers.splits import (
+    CHUNKS,
+    Case,
+    Served,
+    best_split,
+    halves,
+    neighbours,
+    other_beginnings,
+    said_of_splits,
+    said_of_steps,
+    split,
 )
 from conductor.placing.cost_model import CostModel
 from conductor.profiles.reader import load_profile
@@ -38,7 +49,7 @@ class Needing:
     def __call__(self, nodes, times, profile=None):
         self.asked.append((nodes, times))
         share = min(1.0, nodes / (self._nodes * times))
-        return Served(nodes, times, share, 10_000, share)
+        return Served(Case(halves(nodes), times), share, 10_000, share)
 
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 10, 31, 32])
@@ -81,7 +92,7 @@ def test_each_part_is_twice_as_good_and_nothing_else() -> None:
 
 
 def served(share: float, requests: int = 10_000) -> Served:
-    return Served(4, 1.25, share, requests, share)
+    return Served(Case(halves(4), 1.25), share, requests, share)
 
 
 def test_what_helps_most_is_the_bottleneck_as_far_as_so_many_requests_can_tell() -> None:
@@ -89,12 +100,73 @@ def test_what_helps_most_is_the_bottleneck_as_far_as_so_many_requests_can_tell()
     assert bottleneck(served(0.9), better) == "prefill or decode"
     assert bottleneck(served(0.9), {**better, "decode": served(0.92)}) == "prefill"
     assert bottleneck(served(0.95), better).startswith("none of prefill, decode, memory, links")
-    said = advice(served(1.0), served(0.99)._replace(times=2.0), served(0.9), better)
+    twice, once = (Case(halves(4), times) for times in (2.0, 1.0))
+    said = advice(served(1.0), served(0.99)._replace(case=twice), served(0.9), better)
     assert "up to 0.99 where it is 2.00 times as much" in said
     assert "beginning as 2P2D" in said
     assert "and hardly more of it" in advice(
-        served(1.0), served(1.0)._replace(times=1.0), served(0.9), better
+        served(1.0), served(1.0)._replace(case=once), served(0.9), better
     )
+    assert "4, 2P2D, roles fixed" in advice(served(1.0), served(1.0), served(0.9), better, follows=False)
+
+
+def test_less_than_half_is_warned_of() -> None:
+    better = dict.fromkeys(PARTS, served(0.6))
+    assert "warning: 2P2D, the best that was tried, serves less than half" in too_few(served(0.49), better)
+    assert "warning" not in too_few(served(0.51), better)
+
+
+class Best:
+    """Replays of which one split of the nodes serves most, and those near it nearly as many; counts them."""
+
+    def __init__(self, prefill: int, flat: int = 0) -> None:
+        self.asked: list[Case] = []
+        self._prefill, self._flat = prefill, flat
+
+    def __call__(self, case: Case) -> Served:
+        self.asked.append(case)
+        off = max(0, abs(case.nodes.prefill - self._prefill) - self._flat)
+        return Served(case, max(0.0, 0.95 - 0.05 * off), 1_000, 1.0, 1.0 + off)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 8, 16, 61])
+def test_the_best_split_is_climbed_to_in_few_steps(num_nodes: int) -> None:
+    for prefill in range(1, num_nodes):
+        replayed = Best(prefill)
+        best = best_split(Case(halves(num_nodes)), replayed)
+        assert best.case.nodes == split(num_nodes, prefill)
+        assert len(set(replayed.asked)) <= 24
+
+
+def test_a_split_that_serves_enough_is_not_bettered_and_one_node_has_none() -> None:
+    replayed = Best(12)
+    assert best_split(Case(halves(16)), replayed, enough=0.5).share >= 0.5
+    assert len(replayed.asked) < 4
+    assert best_split(Case(halves(1)), replayed).case.roles == "1C"
+
+
+def test_splits_are_tied_as_far_as_so_many_requests_can_tell() -> None:
+    replayed = Best(5, flat=1)
+    best = best_split(Case(halves(16), 1.5), replayed)
+    said = said_of_splits(best, neighbours(best, replayed), follows=False)
+    tied, less = said.split("; less by ")
+    assert tied.startswith(f"split {best.case.roles}: 95.0%; tied with ")
+    assert {"4P12D", "5P11D", "6P10D"} == {word for word in tied.replace(":", "").split() if "P" in word}
+    assert {"3P13D", "7P9D"} >= {word for word in less.replace(",", "").split() if "P" in word}
+    beginnings = other_beginnings(replayed(Case(halves(16))), replayed)
+    assert [run.case.roles for run in beginnings] == ["4P12D", "12P4D"]
+    assert "more by 4P12D" in said_of_splits(replayed(Case(halves(16))), beginnings, follows=True)
+
+
+def test_steps_that_serve_more_are_named() -> None:
+    def in_steps(share: float, tokens: int) -> Served:
+        return served(share)._replace(case=Case(halves(4), 1.25, chunk_tokens=tokens))
+
+    base, others = served(0.9), [in_steps(0.9001, CHUNKS[0]), in_steps(0.95, CHUNKS[1])]
+    assert f"{CHUNKS[1]} serves more" in said_of_steps(base, others)
+    assert "no other serves more" in said_of_steps(base, others[:1])
+    whole = served(0.96)._replace(case=Case(halves(4), 1.25, whole_chunks=True))
+    assert "whole chunks serves more" in said_of_steps(base, [*others, whole])
 
 
 def test_more_traffic_is_more_sessions_a_faster_rate_or_a_faster_trace() -> None:
@@ -138,10 +210,24 @@ def test_what_was_tried_is_drawn_with_what_is_said(tmp_path, capsys) -> None:
     file = tmp_path / "t.jsonl"
     write_trace(small_trace(60), file)
     assert main([str(file), "--most", "4", "--share", "0.9", "--html", str(page)]) == 0
-    said = capsys.readouterr().out.splitlines()[-4:]
+    said = capsys.readouterr().out.splitlines()
     root = ElementTree.fromstring(page.read_text().partition("\n")[2])
-    assert [each.text for each in root.iter("p")] == said
-    assert len(list(root.iter("polyline"))) == 2
+    shown = [each.text for each in root.iter("p")]
+    assert shown == said[-len(shown) :]
+    assert shown[0].startswith("fewest nodes: ")
+    assert any(line.startswith("beginning as ") for line in shown)
+    assert any(line.startswith("tokens of a step: ") for line in shown)
+    assert len(list(root.iter("polyline"))) >= 3
+
+
+def test_fixed_roles_are_judged_by_their_best_split(tmp_path, capsys) -> None:
+    file = alike(tmp_path, 8_192, 8, 0.12)
+    command = [str(file), "--profile", "h200-llama8b", "--most", "8", "--roles", "fixed"]
+    assert main([*command, "--slo-ttft", "2", "--slo-tbt", "0.05"]) == 0
+    out = capsys.readouterr().out
+    assert ", roles fixed" in out
+    assert "split " in out
+    assert "whole chunks" in out
 
 
 def test_too_few_nodes_say_so_and_what_bounds_them(tmp_path, capsys) -> None:
@@ -157,7 +243,7 @@ def test_too_few_nodes_say_so_and_what_bounds_them(tmp_path, capsys) -> None:
     [
         (["--nodes", "2P2D"], "--nodes"),
         (["--policy", "all"], "--policy all"),
-        (["--roles", "fixed"], "--sweep"),
+        (["--stages", "2"], "--stages"),
         (["--json"], "--json"),
         (["--paper", "fig5"], "--paper"),
     ],
