@@ -66,12 +66,14 @@ def read_arguments(given: Sequence[str], **defaults: object) -> argparse.Namespa
     add("--html", type=Path, metavar="OUT.html", help="a page with charts")
     add("--sweep", action="store_true", help="on that page, also every split of as many nodes of fixed roles")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
-    config = "cluster.yaml whose profile, scheduler and bounds to take; other options go before it"
-    add("-c", "--config", type=Path, help=config)
+    taken = "cluster.yaml whose profile, scheduler, bounds and conductors to take; other options go before it"
+    add("-c", "--config", type=Path, help=taken)
     parser.set_defaults(**defaults)
     args = parser.parse_args(given)
     if args.config:
-        args = parser.parse_args([*service_arguments(read_cluster_config(args.config)), *given])
+        config = read_cluster_config(args.config)
+        conductors = ["--conductors", str(config.server.conductors)]
+        args = parser.parse_args([*service_arguments(config), *conductors, *given])
     return args
 
 

@@ -108,7 +108,7 @@ def _add_cluster(add: Callable[..., object]) -> None:
     add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
     add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
     many = "conductors that share the nodes, and take requests in turn"
-    add("--conductors", type=whole(1, 64), default=1, metavar="N", help=many)
+    add("--conductors", type=whole(1, 100), default=1, metavar="N", help=many)
     add("--view-delay", type=seconds, default=0.0, metavar="S", help="KV events reach the conductor late")
     add(
         "--fault",

@@ -64,6 +64,7 @@ def run_report(cluster: SimCluster, slo: Slo) -> Report:
         "headroom": settings.ttft_headroom,
         "ahead_s": None if settings.ahead_s == inf else settings.ahead_s,
         "learns": options.learns,
+        "conductors": options.conductors,
         **({"colocated_nodes": options.prefill_nodes} if options.is_colocated else nodes),
         "requests": outcomes.num_arrived,
         "completed": outcomes.num_completed,

@@ -155,13 +155,14 @@ def test_nodes_of_several_kinds_serve_one_trace(trace_file, capsys) -> None:
 def test_replay_does_as_the_cluster_that_is_deployed(trace_file, tmp_path, capsys) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(
-        "profile: a800-llama70b\nslo: {ttft_s: 5.0}\n"
+        "profile: a800-llama70b\nslo: {ttft_s: 5.0}\nserver: {conductors: 2}\n"
         "scheduler: {reject: early, ttft_headroom: 0.5, ahead_s: 2.0, policy: load}\n"
     )
     assert main([str(trace_file), "-c", str(file), "--nodes", "2P2D", "--ahead", "3", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["policy"], run["reject"], run["headroom"], run["ahead_s"]) == ("load", "early", 0.5, 3.0)
     assert run["rejected_by_reason"].keys() == {"ttft"}
+    assert run["conductors"] == 2
 
 
 @pytest.mark.parametrize(
