@@ -16,13 +16,13 @@ from functools import cache
 
 import torch
 from torch import nn
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from engine.kernels.nibble_product import MAX_ROWS as MAX_NIBBLE_ROWS
 from engine.kernels.nibble_product import can_take_nibbles, nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import levels_product, written_out
-from engine.kernels.round_rows import round_groups, round_rows
+from engine.kernels.round_rows import ALIGNED, round_groups, round_rows
 from engine.kernels.shared_sums import part_counters
 from engine.kernels.streamed_product import NARROW, has_room_for_loads, is_rounded_faster, rounded_product
 from engine.kernels.thin_product import MAX_ROWS, thin_product
@@ -103,6 +103,8 @@ class QuantizedProduct(nn.Module):
             parts = weight.levels.contiguous(), weight.scales.contiguous(), zeros
             self.group = weight.group
         blocks = block_scales(weight) if has_block_products(weight.levels.device) else None
+        if blocks is not None:  # cuBLAS wants the scales of an output's blocks in fours
+            blocks = pad(blocks, (0, -blocks.shape[1] % ALIGNED))
         for name, part in zip(("levels", "scales", "zeros", "blocks"), (*parts, blocks), strict=True):
             self.register_buffer(name, part, persistent=False)
         self.register_buffer("counters", part_counters(weight.levels.device), persistent=False)
@@ -150,7 +152,7 @@ def quantized_product(
     group: int,
     counters: torch.Tensor,
 ) -> torch.Tensor:
-    """Return rows @ weight.T of a `QuantizedWeight`, and its `block_scales`. Opaque, as `product`."""
+    """Return rows @ weight.T of a `QuantizedWeight`; `blocks` are `block_product`'s. Opaque, as `product`."""
     by_channels = levels.dtype == torch.float8_e4m3fn and scales.shape[1] == 1
     is_rounded = by_channels or blocks is not None
     most = MAX_UNROUNDED_ROWS if is_rounded else most_rows(rows.device, MAX_QUANTIZED_ROWS)
@@ -183,7 +185,7 @@ def block_product(rows: torch.Tensor, levels: torch.Tensor, blocks: torch.Tensor
     """Return rows, rounded to 8-bit floats in groups of 128, by a weight of blocks, [num_rows, out_features].
 
     Args:
-        blocks: `block_scales` of the weight."""
+        blocks: `block_scales` of the weight, padded to a multiple of `ALIGNED` in a row."""
     rounded, steps = round_groups(rows)
     output = scaled_mm(
         rounded, levels.t(), steps, ScalingType.BlockWise1x128, blocks.t(), ScalingType.BlockWise128x128,

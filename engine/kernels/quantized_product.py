@@ -133,16 +133,16 @@ def levels_product(
         "HAS_ZEROS": zeros is not None, "num_warps": tiles.warps, "num_stages": tiles.stages,
         **overlapping(rows.device),
     }  # fmt: skip
-    room = room_for_parts(output, parts)
+    partial = room_for_parts(output, parts)
     if tiles.rows:
         _row_tile[(num_tiles, parts, triton.cdiv(num_rows, tiles.rows))](
-            *sides, output, room, counters, *sizes, ROWS=tiles.rows, EVEN=in_features % step == 0,
+            *sides, output, partial, counters, *sizes, ROWS=tiles.rows, EVEN=in_features % step == 0,
             BITS=rows.dtype == torch.bfloat16 and subtracts_bfloat16(rows.device),
             SUMS=num_rows <= SUMMED, **shared,
         )  # fmt: skip
     else:
         height = max(16, triton.next_power_of_2(num_rows))
-        _few_rows[(num_tiles, parts)](*sides, output, room, counters, *sizes, ROWS=height, **shared)
+        _few_rows[(num_tiles, parts)](*sides, output, partial, counters, *sizes, ROWS=height, **shared)
     return output
 
 

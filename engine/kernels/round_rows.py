@@ -18,7 +18,7 @@ GROUPS = 32
 """Groups that a program rounds."""
 
 ALIGNED = 4
-"""Rows of cuBLAS's product by blocks come in multiples of this."""
+"""Rows, and the scales of an output, come in multiples of this to cuBLAS's product by blocks."""
 
 
 def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

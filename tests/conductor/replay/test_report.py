@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from conductor.placing.profile import Evidence
-from conductor.profile_file import load_profile, preset_names
+from conductor.profiles.reader import load_profile, preset_names
 from conductor.replay.report import reach_note, reach_tokens
 from conductor.replay.trace import Trace, TraceRequest
 

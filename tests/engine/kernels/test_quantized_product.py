@@ -165,10 +165,11 @@ def test_blocks_are_seen_where_128_outputs_share_a_scale() -> None:
 
 @pytest.mark.skipif(not has_block_products(torch.device(DEVICE)), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("num_rows", [17, 33, 128, 777])
-def test_rows_are_multiplied_by_blocks(num_rows: int) -> None:
-    weight = of_blocks(256, 384)
+@pytest.mark.parametrize("in_features", [384, 512])
+def test_rows_are_multiplied_by_blocks(num_rows: int, in_features: int) -> None:
+    weight = of_blocks(256, in_features)
     product = QuantizedProduct(QuantizedLinear(weight, None))
     assert product.blocks is not None
-    rows = torch.randn(num_rows, 384, device=DEVICE, dtype=torch.bfloat16)
+    rows = torch.randn(num_rows, in_features, device=DEVICE, dtype=torch.bfloat16)
     expected = rounded_rows(rows.float(), 128) @ weight.dequantized().t()
     assert relative_error(product(rows), expected) < tolerance(torch.bfloat16)
