@@ -4,13 +4,16 @@
     python -m bench.regimes --seeds tune            # the seeds that the rule may be tuned on
     python -m bench.regimes --only "agents, 70B" --full     # one row at its whole length
     python -m bench.regimes --smoke                 # a few regimes and requests: whether it runs
+    python -m bench.regimes --roles fixed           # nodes that do what their pool is for
     python -m bench.regimes --eviction admission    # caches that keep what may return, and not the latest
     python -m bench.regimes --jobs 16               # so many regimes at a time, a process for each
 
 Every rule meets the same requests in the same cluster, with the settings that the service ships: its queue,
-its headroom and what it learns. Goodput is the share of all requests that had their first token and their
-tokens in time; one that was rejected had not. Only the choice of the prefill node differs; where `late` and
-`early` are named, only the kind of rejection.
+its headroom, what it learns, and roles that follow the load; with `--roles fixed` pools, as rivals have them.
+Goodput is the share of all requests that had their first token and their tokens in time; one that was
+rejected had not. Where roles follow, a request's gaps are in time in the mean, which is what steps are
+planned for and the service judges by; in pools the longest tenth of them is, as in the papers. Only the
+choice of the prefill node differs; where `late` and `early` are named, only the kind of rejection.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from typing import Any
 from base.distribution import distribution
 from base.option_values import whole
 from bench.about_run import about_run
-from bench.regimes.table import FULL_REQUESTS, REQUESTS, Regime, regimes
+from bench.regimes.table import FULL_REQUESTS, REQUESTS, SERVICE, Regime, regimes
 from conductor.replay.report import aligned
 from conductor.replay.simulate import simulate
 from conductor.replay.trace import Trace
@@ -57,22 +60,24 @@ class Score:
     rejected: float
     """Share of the requests."""
     hit_rate: float
+    goodput_of_longest_gaps: float
+    """The share in time by the longest tenth of a request's gaps, whatever `goodput` goes by."""
 
 
 def score(regime: Regime, rule: str, traces: Mapping[int, Trace]) -> Score:
     """Return the means over the seeds that the traces are of."""
-    goodput, mean_s, p99_s, rejected, hits = [], [], [], [], []
+    columns: list[tuple[float, ...]] = []
     for seed, trace in traces.items():
         outcomes = simulate(regime.plan(trace, rule, seed)).outcomes
-        ttft_s = distribution(outcomes.ttft_s)
-        goodput.append(outcomes.share_within(regime.slo.ttft_slo_s, regime.slo.tbt_slo_s))
-        mean_s.append(ttft_s["mean"])
-        p99_s.append(ttft_s["p99"])
-        rejected.append(outcomes.num_rejected / max(1, outcomes.num_arrived))
-        hits.append(outcomes.hit_rate_tokens())
+        ttft_s, bounds = distribution(outcomes.ttft_s), (regime.slo.ttft_slo_s, regime.slo.tbt_slo_s)
+        of_longest = outcomes.share_within(*bounds)
+        goodput = outcomes.served_share_within(*bounds) if regime.roles_follow else of_longest
+        rejected = outcomes.num_rejected / max(1, outcomes.num_arrived)
+        hit_rate = outcomes.hit_rate_tokens()
+        columns.append((goodput, ttft_s["mean"], ttft_s["p99"], rejected, hit_rate, of_longest))
         del outcomes
         gc.collect()  # a cluster is of cycles, and the collector waits for gigabytes of them
-    return Score(rule, *map(fmean, (goodput, mean_s, p99_s, rejected, hits)))
+    return Score(rule, *map(fmean, zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ def _in_process(regime: Regime, args: argparse.Namespace) -> Compared:
         words += ["--rules", *args.rules] if args.rules else []
         words += ["--full"] if args.full else []
         words += ["--smoke"] if args.smoke else []
-        words += ["--eviction", args.eviction]
+        words += ["--eviction", args.eviction, "--roles", args.roles]
         command = [sys.executable, "-m", "bench.regimes", *words, "--out", str(out)]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
         (found,) = json.loads(out.read_text())["regimes"]
@@ -164,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--only", metavar="TEXT", help="regimes whose name has this in it")
     add("--rules", nargs="+", default=(), metavar="RULE", help="others to run instead of each regime's own")
     add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
+    add("--roles", choices=["follow", "fixed"], default=SERVICE.roles, help="as `scheduler.roles`")
     add("--full", action="store_true", help=f"{FULL_REQUESTS} requests of each regime, not {REQUESTS}")
     add("--smoke", action="store_true", help=f"{SMOKE_REQUESTS} requests of every tenth regime")
     add("--traces", type=Path, default=TRACES, metavar="FOLDER", help="with conversation_trace.jsonl")
@@ -172,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--name", metavar="REGIME", help="one regime, by its whole name")
     args = parser.parse_args(argv)
     rows = [replace(each, eviction=args.eviction) for each in regimes(args.traces)]
+    if args.roles == "follow":
+        rows = [replace(each, roles_follow=not each.is_plain) for each in rows]
     chosen = [each for each in rows if not args.only or args.only in each.name]
     if args.name:
         chosen = [each for each in chosen if each.name == args.name]
@@ -191,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "about": about_run(),
             "requests": _num_requests(args),
             "seeds": SEEDS[args.seeds],
+            "roles": args.roles,
             "lost": len(lost),
         }
         result["regimes"] = [

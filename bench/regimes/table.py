@@ -68,6 +68,8 @@ class Regime:
     view_delay_s: float = 0.0
     is_plain: bool = False
     """Whether it is placed as in the papers: at once, and nothing is learned."""
+    roles_follow: bool = False
+    """Whether roles follow the load, as the service ships; else rivals and ours have pools."""
     rivals: tuple[str, ...] = (*RULES, "local", "load")
 
     def plan(self, trace: Trace, rule: str, seed: int) -> Plan:
@@ -95,8 +97,7 @@ class Regime:
         return Plan(trace, CostModel(profile), options, self.speed, jitter_s=3.0)
 
     def _settings(self, reject: RejectPolicy) -> SchedulerSettings:
-        # rivals have pools: what is compared is the rule that places prompts in one
-        settings = SchedulerSettings(reject=reject, roles_follow=False)
+        settings = SchedulerSettings(reject=reject, roles_follow=self.roles_follow)
         if self.is_plain:
             return settings
         return dataclasses.replace(settings, ttft_headroom=SERVICE.ttft_headroom, ahead_s=SERVICE.ahead_s)

@@ -86,7 +86,7 @@ def test_another_kind_of_rejection_is_a_rival_of_ours() -> None:
 
 def test_the_regime_that_we_lose_by_most_is_the_first_row() -> None:
     def scored(goodput: float) -> Score:
-        return Score("x", goodput, 1.0, 2.0, 0.0, 0.0)
+        return Score("x", goodput, 1.0, 2.0, 0.0, 0.0, goodput)
 
     won = Compared("won", scored(0.9), (scored(0.5), scored(0.4)))
     lost = Compared("lost", scored(0.2), (scored(0.7),))
