@@ -166,11 +166,11 @@ class BudgetedStep:
         found = self._most_within(cost, limit_s, most, prefix)
         if self._new_tokens:
             return found
-        least = self._least(cost, most, prefix)
-        if found >= max(1, least):
+        least = max(1, self._least(cost, most, prefix))
+        if found >= least:
             return found
         if self._starves_in <= 0:
-            return max(1, least)
+            return least
         # waiting saves nothing of a bound on the longest gap
         longest_s = self._load.longest_left_s / self._chunk_ratio
         most_ever = least if longest_s == inf else self._most_within(cost, longest_s, least, prefix)

@@ -91,6 +91,17 @@ def test_less_than_is_worth_a_step_waits_until_so_much_is_saved() -> None:
     assert tokens >= WORTHWHILE * COST.chunk_part_s(BATCH) / COST.prefill_token_s - 1
 
 
+def test_where_a_chunk_costs_nothing_but_its_tokens_only_the_first_token_is_saved_for() -> None:
+    cost = replace(COST, chunk_step_s=0.0, mixed_step_s=0.0, step_tokens=())
+    late_s, saving_s = -0.03, KEPT_MEAN * 0.02 - EMPTY_S
+    step = BudgetedStep(8192, cost, DecodeLoad(BATCH, CONTEXT, late_s, inf, saving_s))
+    assert step.take(2_000, 0) == 0
+    one_token_s = cost.with_chunks_s(1, 1.0, BATCH, CONTEXT)
+    assert step.num_passed == -(-(one_token_s - late_s) // saving_s) < STARVED_STEPS
+    saved = DecodeLoad(BATCH, CONTEXT, late_s + step.num_passed * saving_s, inf, saving_s)
+    assert BudgetedStep(8192, cost, saved, step.num_passed).take(2_000, 0) > 0
+
+
 def test_what_is_left_of_a_prompt_is_worth_a_step_however_short() -> None:
     assert BudgetedStep(8192, COST, load_of(0.012, mean_s=0.008)).take(5, 3000) == 5
 
