@@ -265,7 +265,7 @@ class Heartbeat:
     next_kv_event: int = 0
     """Number of the first KV event that is in no message yet; 0: not said."""
     num_step_rows: int = 0
-    """Sequences that computed one token in the last step."""
+    """Sequences that decode."""
     num_step_prompt_tokens: int = 0
     """Tokens of prompts in the last step."""
     step_budget_tokens: int = 0

@@ -26,6 +26,9 @@ MAX_STEP_TOKENS = 256
 GAIN = 0.1
 """One step moves what is learned by a tenth."""
 
+OBSERVED_STEPS = 8
+"""One step without chunks in so many is compared with its prediction."""
+
 OUTLIER = math.log(2.0)
 RATIO_LIMITS = (0.05, 20.0)
 

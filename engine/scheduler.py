@@ -35,16 +35,13 @@ import numpy as np
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
 from base.step_budget import BudgetedStep
-from base.step_cost import StepCorrection, StepCost
+from base.step_cost import OBSERVED_STEPS, StepCorrection, StepCost
 from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
 from engine.decode_slack import decode_load, predicted_step_s
 from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
 from engine.swap_space import Swap, SwapSpace
-
-OBSERVED_STEPS = 8
-"""One step without chunks in so many is compared with its prediction."""
 
 SCORED_TOKENS = 512
 """Tokens of prompts whose logits are all wanted, in one step at most: 150 MB of a large vocabulary."""
@@ -100,9 +97,15 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_decoding(self) -> int:
+        """Running sequences that have had a token."""
+        return sum(sequence.first_token_at_s is not None for sequence in self._running)
+
+    @property
     def num_remaining_tokens(self) -> int:
-        """Tokens to compute before every sequence has caught up: the length of the queue."""
-        return sum(sequence.num_remaining_tokens for sequence in (*self._waiting, *self._running))
+        """Tokens of prompts to compute: the length of the queue. A sequence that decodes has none."""
+        tokens = (sequence.num_remaining_tokens for sequence in (*self._waiting, *self._running))
+        return sum(count for count in tokens if count > 1)
 
     @property
     def num_context_tokens(self) -> int:

@@ -129,8 +129,8 @@ class SharedState:
         self.is_leaving = False
         """Whether the process is to stop, once its requests have ended."""
         self._wakes: list[Callable[[], None]] = []
-        self.num_step_rows = self.num_step_prompt_tokens = 0
-        """Sequences of one token, and tokens of prompts, of the last step that computed anything."""
+        self.num_step_prompt_tokens = 0
+        """Tokens of prompts of the last step that computed anything."""
         engine.loop.on_step(self._stepped)
         # Conductors count on free blocks, so they hear of them at once.
         pool.on_release(self.changed)
@@ -150,8 +150,10 @@ class SharedState:
 
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         if plan.entries:
-            self.num_step_rows = plan.num_single
-            self.num_step_prompt_tokens = plan.num_tokens - plan.num_single
+            decoding = (entry.sequence.first_token_at_s is not None for entry in plan.entries)
+            self.num_step_prompt_tokens = plan.num_tokens - sum(decoding)
+            if self.num_step_prompt_tokens:
+                self.changed()  # blocks of a prompt can be found before the prompt is done
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever its conductor should hear of the node's state."""
@@ -207,8 +209,8 @@ class ConductorWork:
                     for tasks in self._tasks:
                         tasks.end(item.request_id)
                 case Serve():
-                    if self._epoch is not None:
-                        self._state.control.obey(self._epoch, item)
+                    if self._epoch is not None and self._state.control.obey(self._epoch, item):
+                        self._wake()  # placement goes by the roles that are reported
         if items:
             # The other conductors place by what they see of this one's load.
             self._state.changed(but=self._wake)
@@ -229,7 +231,7 @@ class ConductorWork:
             roles=control.roles,
             fence=0 if self._epoch is None else control.fence(self._epoch),
             next_kv_event=self._next_event,
-            num_step_rows=self._state.num_step_rows if is_busy else 0,
+            num_step_rows=scheduler.num_decoding,
             num_step_prompt_tokens=self._state.num_step_prompt_tokens if is_busy else 0,
             step_budget_tokens=scheduler.chunk_tokens,
             experts=self._state.expert_load(),

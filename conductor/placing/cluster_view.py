@@ -243,7 +243,6 @@ class ClusterView:
         num_tokens, prefill_s = request.num_tokens, placement.prefill_s
         alone_s, (_, mean_s, longest_s) = prefill_s * placement.prompt_share, request.slo
         tbt_slo_s = mean_s if mean_s < longest_s else longest_s
-        new_tokens = num_tokens - placement.matched_tokens
         context_tokens, peak_tokens = num_tokens + int(output_tokens / 2), num_tokens + output_tokens
         decode_from_s = now_s + placement.predicted_ttft_s
         handoff_s = 0.0
@@ -256,7 +255,7 @@ class ClusterView:
             decode,
             source,
             prefill_s,
-            new_tokens,
+            num_tokens,
             context_tokens,
             peak_tokens,
             handoff_s,
@@ -381,6 +380,7 @@ class ClusterView:
         for node_id in self.corrections.changed:
             if node := self._nodes.get(NodeId(node_id)):
                 self.paces.set(node.slot, node.learned.prefill.ratio)
+                self._reorder(node)
         self.corrections.changed.clear()
 
     def _note_missed(self, request: PlacementRequest, depth: int) -> None:
@@ -406,7 +406,7 @@ class ClusterView:
         node.num_queued += 1
         node.num_prompts += 1
         node.queued_s += flight.prefill_s
-        node.queued_tokens += flight.new_tokens
+        node.queued_tokens += flight.prompt_tokens
         node.sending_s += flight.handoff_s
         node.sends_until_s = max(node.sends_until_s, start_s) + flight.handoff_s
         decode.receiving_s += flight.handoff_s
@@ -455,7 +455,7 @@ class ClusterView:
         node.sends_until_s = now_s + node.sending_s
         decode = flight.decode
         decode.receiving_s = max(0.0, decode.receiving_s - flight.handoff_s)
-        node.queued_tokens -= flight.new_tokens
+        node.queued_tokens -= flight.prompt_tokens
         if flight.source is not None:
             flight.source.num_outgoing -= 1
         self._requeue(node, now_s)

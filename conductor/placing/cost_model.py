@@ -41,6 +41,7 @@ MIN_FETCH_SHARE = 0.05
 # A ratio outside means the profile is for another machine; the prediction then stays
 # within a factor that admission can live with until somebody profiles.
 RATIO_LIMITS = (0.05, 20.0)
+RATIO_DIGITS = 9
 
 # How much a ratio may grow with each e-fold of the seconds predicted. Below 1 / e-fold either way, what is
 # longer by the profile stays longer.
@@ -221,7 +222,7 @@ class Corrections:
         self._nodes: dict[str, NodeCorrections] = {}
         self._learned: dict[tuple[str, str], LearnedTerm] = {}
         self.changed: set[str] = set()
-        """Nodes of which the pace of prefill was learned anew; whoever takes it in empties it."""
+        """Nodes of which the pace of prefill or decode was learned anew; whoever takes it in empties it."""
 
     def of(self, node_id: str) -> NodeCorrections:
         """Return what is learned of a node, which goes on changing until the node is forgotten."""
@@ -235,7 +236,8 @@ class Corrections:
         if predicted_s <= 0 or measured_s <= 0:
             return
         low, high = RATIO_LIMITS
-        log_ratio = math.log(min(high, max(low, measured_s / predicted_s)))
+        # what is as predicted is exactly so: sums of floats would decide ties between nodes
+        log_ratio = round(math.log(min(high, max(low, measured_s / predicted_s))), RATIO_DIGITS)
         known = self._learned.get((node_id, term))
         if known is None:
             known = self._know(node_id, term, LearnedTerm(math.exp(log_ratio), predicted_s / count))
@@ -309,7 +311,7 @@ class Corrections:
         return learned
 
     def _note_changed(self, node_id: str, term: str) -> None:
-        if term == "prefill":
+        if term != "handoff":
             self.changed.add(node_id)
 
     def forget(self, node_id: str) -> None:

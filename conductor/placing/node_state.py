@@ -37,6 +37,7 @@ class NodeState:
     # of all time: whose gaps held a prompt's steps is known by it
     num_prompts: int = 0
     queued_s: float = 0.0
+    # of whole prompts, as nodes report those that wait: what is matched of one shows when it begins
     queued_tokens: int = 0
     foreign_queue_s: float = 0.0
     # to decode here, in prefill ones included; with what other conductors have running here
@@ -81,6 +82,12 @@ class NodeState:
         return seconds if seconds > OVERDUE_S else 0.0
 
     @property
+    def heard(self) -> tuple[object, ...]:
+        """Return what placement goes by that only the node's reports change."""
+        foreign = self.foreign_queue_s, self.foreign_sequences, self.foreign_context_tokens
+        return self.info.roles, self.is_draining, self.free_tokens, *foreign
+
+    @property
     def free_tokens(self) -> float:
         """Tokens of KV that are free or evictable, as far as we know."""
         left, reported = self.capacity_tokens - self.peak_tokens, self.reported_free_tokens
@@ -95,7 +102,7 @@ class InFlight:
     decode: NodeState
     source: NodeState | None
     prefill_s: float
-    new_tokens: int
+    prompt_tokens: int
     context_tokens: int
     peak_tokens: float
     handoff_s: float

@@ -104,11 +104,13 @@ async def test_a_heartbeat_says_what_the_last_step_was_made_of():
         beats = []
         part.loop.on_step(lambda plan, seconds: beats.append(told.heartbeat()))
         peer = PeerDescriptor("node", 1, ())
-        part.role.prefill(Prefill(work(40, max_tokens=4), peer, None, 0, None, stays=True))
+        part.role.prefill(Prefill(work(33, max_tokens=4), peer, None, 0, None, stays=True))
         await part.role.tasks.idle()
         last = told.heartbeat()
     steps = [(beat.num_step_rows, beat.num_step_prompt_tokens) for beat in beats]
-    assert steps[:5] == [(0, 16), (0, 16), (0, 8), (1, 0), (1, 0)], "chunks of 16, then a row a step"
+    assert steps[:5] == [(0, 16), (0, 16), (0, 1), (1, 0), (1, 0)], "chunks of 16, then a row a step"
+    queued = [beat.num_queued_tokens for beat in beats[:5]]
+    assert queued == [33, 17, 0, 0, 0], "the last token alone is no queue"
     assert {beat.step_budget_tokens for beat in beats} == {16}
     assert (last.num_step_rows, last.num_step_prompt_tokens) == (0, 0), "nothing runs any more"
     assert last.experts is load

@@ -114,6 +114,30 @@ def test_own_load_in_the_heartbeat_is_not_counted_twice() -> None:
     assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
 
 
+def test_own_prompts_that_wait_for_their_match_are_nobody_elses() -> None:
+    view = make_view(1, 1)
+    view.kv_events(NodeId("p0"), 1, list(range(20)), [])
+    request = make_request(blocks=20)
+    placement = require_placement(place(request, view, COST, 0.0))
+    assert placement.matched_tokens > 19 * 512, "nearly all of it is cached"
+    view.placed(request, placement, 0.0)
+    queue_ends_s = view.prefill_order.value(0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_waiting=1, num_queued_tokens=20 * 512), 0.0)
+    assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
+
+
+def test_decode_nodes_are_ordered_by_what_was_learned_last() -> None:
+    view = make_view(1, 2)
+    for name in ("a", "b"):
+        request = make_request(name)
+        view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    fast, slow = (view.node(NodeId(name)) for name in ("d0", "d1"))
+    assert view.decode_order.value(fast.slot) == view.decode_order.value(slow.slot)
+    view.corrections.observe("d1", "decode", 0.1, 0.2)
+    view.settle(0.0)
+    assert view.decode_order.value(slow.slot) == pytest.approx(2 * view.decode_order.value(fast.slot))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_view_that_heard_of_anothers_load_places_nearly_as_well_as_that_one_does(seed: int) -> None:
     rng = random.Random(seed)
