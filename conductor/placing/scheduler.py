@@ -60,6 +60,9 @@ DECODE_AFFINITY = 1.05
 # Decode nodes that are looked at where a hand-off would wait for others on the link of the least loaded one.
 LINK_TRIES = 8
 
+# Seconds between two tries of those who wait, at least, where nothing happens but that time passes.
+SHORTEST_TRY_S = 0.01
+
 # If the least loaded decode nodes cannot hold a prompt, others can only where nodes differ.
 DECODE_TRIES = 4
 
@@ -143,6 +146,17 @@ def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> b
     node = view.node_at(slot)
     has_prompts = node.num_queued > 0 or node.foreign_queue_s > 0.0
     return has_prompts and view.prefill_order.value(slot) - now_s > settings.ahead_s
+
+
+def try_again_at_s(view: ClusterView, settings: SchedulerSettings, now_s: float) -> float:
+    """Return when a queue will have become short enough, so that those who wait are tried again.
+
+    Infinity: there is no prefill node.
+    """
+    slot = view.prefill_order.least(view.prefill_mask)
+    if slot is None:
+        return inf
+    return max(view.prefill_order.value(slot) - settings.ahead_s, now_s + SHORTEST_TRY_S)
 
 
 class Turn(Enum):

@@ -27,7 +27,7 @@ from conductor.placing.placement import (
 )
 from conductor.placing.placement_queue import PlacementQueue
 from conductor.placing.prefill_policies import POLICIES, PrefillPolicy
-from conductor.placing.scheduler import Turn, is_final, place, turn_of
+from conductor.placing.scheduler import Turn, is_final, place, try_again_at_s, turn_of
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.policies import RandomPrefill, with_policy
@@ -36,8 +36,6 @@ from conductor.replay.sim_request import SimRequest
 
 BEAT_S = 2.0
 """Seconds between two heartbeats of a node that has nothing to say."""
-SHORTEST_BEAT_S = 0.01
-"""Seconds between two reports of a node's state, at least, after each of which those who wait are tried."""
 
 CLOCK_S = 1e-6
 """Seconds that a node's clock shows, at least."""
@@ -302,15 +300,8 @@ class SimConductor:
             self.pump(now_s)
 
     def _beat_later(self, now_s: float) -> None:
-        """Try those who wait when a queue will have become short enough, or after a heartbeat.
-
-        Nodes report with what they say, some ten milliseconds apart where anybody decodes: a queue that is
-        short enough is noticed at once.
-        """
-        next_s, slot = now_s + BEAT_S, self.view.prefill_order.least(self.view.prefill_mask)
-        if slot is not None:
-            ready_s = self.view.prefill_order.value(slot) - self._settings.ahead_s
-            next_s = min(next_s, max(ready_s, now_s + SHORTEST_BEAT_S))
+        """Try those who wait when a queue will have become short enough, or after a heartbeat."""
+        next_s = min(now_s + BEAT_S, try_again_at_s(self.view, self._settings, now_s))
         if next_s < self._beat_at_s:
             self._beat_at_s = next_s
             self._schedule(next_s, self._beat, next_s)

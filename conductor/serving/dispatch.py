@@ -55,7 +55,14 @@ from conductor.placing.decisions import Actual, Decision, decision
 from conductor.placing.fair_queue import Waiting
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.placement_queue import PlacementQueue
-from conductor.placing.scheduler import Turn, is_final, place, turn_of, until_a_finish_s
+from conductor.placing.scheduler import (
+    Turn,
+    is_final,
+    place,
+    try_again_at_s,
+    turn_of,
+    until_a_finish_s,
+)
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, RejectPolicy, SchedulerSettings
 from conductor.serving.attempt import Attempt, Placed
 from conductor.serving.generated import Generated
@@ -136,6 +143,8 @@ class Dispatcher:
         self.num_running = 0
         """Requests taken in and not finished."""
         self._num_streaming = 0
+        self._next_try: asyncio.TimerHandle | None = None
+        """The timer for those who wait while nothing happens."""
         self.queue = PlacementQueue(
             waiting.max_waiting,
             waiting.role_wait_s,
@@ -248,6 +257,7 @@ class Dispatcher:
         self._view.num_waiting = len(self.queue)
         turn = turn_of(state.slo, ahead_s, self._view, self._settings, now_s, state.decodes)
         if turn is Turn.LATER:
+            self._try_later(now_s)
             return False
         root = self._membership.chain_root(state.request)
         chain = state.sparing_chain(self._view.block_size, root)
@@ -258,6 +268,7 @@ class Dispatcher:
                 self._decided(attempt, asked, result, now_s)
                 raise LostError("no decode node is large enough to go on with it")
             state.is_promised = isinstance(result, Placement)
+            self._try_later(now_s)
             return False
         self._decided(attempt, asked, result, now_s)
         if isinstance(result, Rejection):
@@ -320,6 +331,22 @@ class Dispatcher:
         """Try to place those who wait: something has changed."""
         if self.queue.pump(self._clock.now_s(), TRIED_TOGETHER):
             asyncio.get_running_loop().call_soon(self._pump)
+
+    def _try_later(self, now_s: float) -> None:
+        """Have those who wait tried when a queue will have become short enough, though nothing happens."""
+        after_s = try_again_at_s(self._view, self._settings, now_s) - now_s
+        if after_s == inf:
+            return
+        loop = asyncio.get_running_loop()
+        if self._next_try is not None:
+            if self._next_try.when() <= loop.time() + after_s:
+                return
+            self._next_try.cancel()
+        self._next_try = loop.call_later(after_s, self._try_now)
+
+    def _try_now(self) -> None:
+        self._next_try = None
+        self._pump()
 
     def _finished(self, attempt: Attempt, error: BaseException | None) -> None:
         state = attempt.state

@@ -41,7 +41,7 @@ class Membership:
         self._on_change.append(call)
 
     def on_heartbeat(self, call: Callable[[], None]) -> None:
-        """Call `call` whenever a node has reported its load."""
+        """Call `call` whenever a node has reported something that placement did not know."""
         self._on_heartbeat.append(call)
 
     def join(self, session: NodeSession) -> None:
@@ -76,9 +76,11 @@ class Membership:
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
             session.last_heartbeat, session.last_heartbeat_at_s = heartbeat, now_s
+            node = self._view.node(session.info.node_id)
+            known = node.heard
             self._view.heartbeat(session.info.node_id, heartbeat, now_s)
             self._mend_gap(session)
-            for call in self._on_heartbeat:
+            for call in self._on_heartbeat if node.heard != known else ():
                 call()
 
     def kv_events(self, session: NodeSession, events: KvEvents) -> None:
