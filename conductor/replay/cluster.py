@@ -157,6 +157,7 @@ class SimCluster:
             self._computed,
             self._finished,
             self.options.step_budgets,
+            self.options.max_batch,
         )
         return SimNode(spec, cost, cache, engine)
 

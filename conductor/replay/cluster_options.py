@@ -96,6 +96,8 @@ class ClusterOptions:
     """The profile that the conductor predicts with, where that is not the nodes' own."""
     step_budgets: bool = True
     """Whether steps take of prompts what those who decode in them can wait for; False: whole chunks."""
+    max_batch: float = inf
+    """Sequences in one step of a node, at most."""
     counts_gaps: bool = False
     """Whether outcomes have the gaps between tokens, all requests' together."""
 

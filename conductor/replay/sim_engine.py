@@ -28,9 +28,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 from base.step_budget import BudgetedStep, DecodeLoad
+from base.step_cost import OBSERVED_STEPS, StepCorrection
 from conductor.placing.cost_model import CostModel
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.sim_slack import BatchSlack
@@ -57,12 +58,14 @@ class SimEngine:
         on_computed: OnProgress,
         on_finished: OnProgress,
         has_budgets: bool = True,
+        max_batch: float = inf,
     ) -> None:
         """Begin without work.
 
         Args:
             chunk_tokens: Of a step; 0: a step with a prompt is all of it.
             has_budgets: Whether a step takes of prompts what those who decode in it can wait for.
+            max_batch: Sequences in one step, at most.
             on_start: Sets the prefix of a prompt of which the first step begins, and returns the
                 seconds of its prefill that are in none of its chunks; all, where chunks have no length.
             on_computed: Called when more of a prompt is computed; when all is, may say by `join` that it
@@ -77,8 +80,9 @@ class SimEngine:
         self._token_s = cost.profile.decode_context_token_s
         self._launches_ahead = cost.profile.launches_ahead
         self._chunk_tokens = chunk_tokens
-        self._budget_cost = cost.step if has_budgets else None
-        self._slack = BatchSlack()
+        self._max_batch = max_batch
+        self._budget_cost = cost.step if has_budgets and chunk_tokens else None
+        self._slack, self._correction = BatchSlack(), StepCorrection()
         # steps in turn in which prompts waited and had nothing, and those of the present segment
         self._num_starved = self._num_put_off = 0
         self._schedule = schedule
@@ -91,21 +95,18 @@ class SimEngine:
         self._joining: deque[SimRequest] = deque()
         self._running: list[tuple[int, int, SimRequest]] = []
         self._batch = self._context_tokens = 0
-        self._step = self._num_joined = 0
-        self._joined_s = 0.0
-        """Seconds that the next step takes longer for sequences that are in it for the first time."""
+        self._step = self._num_joined = self._num_stepped = 0
+        # seconds that those new to the next step add to it, and of the present one that no engine foresees
+        self._joined_s = self._beside_s = 0.0
         self._segments: list[tuple[float, int, float]] = []
         self._dropped_segments = 0
         # the present segment
         self._chunks: list[tuple[SimRequest, int]] = []
-        self._budget = 0
-        """Prompt tokens that its first step has place for."""
+        self._budget = 0  # prompt tokens that its first step has place for
         self._steps = self._version = 0
         self._started_at_s = self._first_s = self._growth_s = 0.0
-        self._ends_prompts = False
-        """Whether the prompts of all its chunks are done with it."""
-        self._is_cut = False
-        """Whether it was cut short, because somebody came."""
+        self._ends_prompts = False  # the prompts of all its chunks are done with it
+        self._is_cut = False  # because somebody came
         self._launched_steps = 0  # after it, before somebody came
         self._is_between_steps = False
 
@@ -253,6 +254,7 @@ class SimEngine:
         elif batch:
             self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
+            self._beside_s = self._joined_s
             steps = launched or (1 if self._joined_s else self._num_alike())
             self._begin(min(steps, self._num_put_off) if self._num_put_off else steps)
         self._joined_s = 0.0
@@ -266,7 +268,7 @@ class SimEngine:
 
     def _plan_chunks(self, launched: int) -> None:
         """Begin the steps with the chunks that were taken."""
-        new_tokens, attended, beside_s = 0, 0.0, 0.0
+        new_tokens, attended, beside_s = 0, 0.0, self._joined_s
         batch, context_tokens = self._batch, self._context_tokens
         for request, tokens in self._chunks:
             if request.computed_tokens == request.prefix_tokens:
@@ -277,7 +279,7 @@ class SimEngine:
             else:
                 new_tokens += tokens
                 attended += tokens * (tokens + 2 * request.computed_tokens)
-        self._growth_s = 0.0
+        self._growth_s, self._beside_s = 0.0, beside_s
         steps = 1
         first, tokens = self._chunks[0]
         if not self._chunk_tokens:
@@ -313,7 +315,7 @@ class SimEngine:
         self._budget = step.tokens_left
         for request in self._prompts:
             self._take_chunk(request, step)
-        while self._queue and not step.is_full:
+        while self._queue and not step.is_full and self._has_place:
             held = self._context_tokens + self._prompt_tokens
             if held and held + self._queue[0].num_tokens > self.capacity_tokens:
                 break
@@ -339,9 +341,10 @@ class SimEngine:
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
         if not batch or self._budget_cost is None:
             return BudgetedStep(most)
-        empty_s = self._cost.decode_step_s(batch, context_tokens)
+        ratio = self._correction.ratio
+        empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)
         load = DecodeLoad(batch, context_tokens, *self._slack.left_s(self._step, empty_s, now_s))
-        return BudgetedStep(most, self._budget_cost, load, self._num_starved)
+        return BudgetedStep(most, self._budget_cost, load, self._num_starved, ratio(True))
 
     def _let_in(self, now_s: float) -> SimRequest:
         request = self._queue.popleft()
@@ -359,6 +362,8 @@ class SimEngine:
         self._steps = 0
         self._is_between_steps = True
         self._slack.stepped()
+        if self._budget_cost is not None:
+            self._measured(steps)
         if self._num_put_off and not self._chunks:
             self._num_starved += steps
         if self._chunks:
@@ -378,6 +383,14 @@ class SimEngine:
         self._is_between_steps = False
         self._plan(now_s)
 
+    def _measured(self, steps: int) -> None:
+        """Learn from the steps of the segment, as `engine/scheduler.py` does."""
+        before, self._num_stepped = self._num_stepped, self._num_stepped + steps
+        has_chunks = any(tokens > 1 for _, tokens in self._chunks)
+        count = steps if has_chunks else self._num_stepped // OBSERVED_STEPS - before // OBSERVED_STEPS
+        for _ in range(count):
+            self._correction.observe(has_chunks, self._first_s - self._beside_s, self._first_s)
+
     def _close(self, steps: int) -> None:
         """Count the tokens that the batch has made in the present segment."""
         growth_s = self._growth_s
@@ -386,18 +399,24 @@ class SimEngine:
         self._context_tokens += steps * self._batch
 
     def _finish(self, now_s: float) -> None:
-        running, step = self._running, self._step
+        running, step, ended = self._running, self._step, []
         while running and running[0][0] <= step:
-            request = heappop(running)[2]
-            self._leave(request)
+            ended.append(heappop(running)[2])
+            self._leave(ended[-1])
+        # as a step has them: the longest context first
+        for request in sorted(ended, key=_context, reverse=True) if len(ended) > 1 else ended:
             self._on_finished(request, now_s)
         if len(self._segments) >= TRIM_AT:
             self._trim()
 
+    @property
+    def _has_place(self) -> bool:
+        return self._batch + len(self._prompts) < self._max_batch
+
     def _admit(self) -> None:
-        """Let those who wait to decode join, first come first served, as far as KV goes."""
+        """Let those who wait to decode join, first come first served, as far as places and KV go."""
         joining = self._joining
-        while joining and self._enter(joining[0]):
+        while joining and self._has_place and self._enter(joining[0]):
             joining.popleft()
 
     def _enter(self, request: SimRequest) -> bool:
@@ -461,3 +480,7 @@ class SimEngine:
 
 def _joined(entry: tuple[int, int, SimRequest]) -> int:
     return entry[1]
+
+
+def _context(request: SimRequest) -> int:
+    return request.context_tokens

@@ -15,6 +15,7 @@ from conductor.replay.sim_engine import SimEngine
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
 from engine.block_pool import BlockPool
+from engine.decode_slack import predicted_step_s
 from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
 from tests.engine.builders import make_sequence
@@ -33,6 +34,10 @@ PROFILE = replace(
 )
 GPU = CostModel(replace(PROFILE, launches_ahead=True))
 CPU = CostModel(replace(PROFILE, launches_ahead=False))
+UNFORESEEN = CostModel(
+    replace(PROFILE, launches_ahead=False, chunk_step_s=0.0, mixed_step_s=0.0, prefill_fixed_s=0.008)
+)
+"""A profile that says of no step what its chunk costs: an engine learns it, chunk by chunk."""
 BOUNDS = {
     "no bounds": (UNBOUNDED_GAPS,),
     "one mean": (GapBounds(0.012),),
@@ -97,12 +102,9 @@ def simulated(
 
 
 def seconds_of(plan: StepPlan, cost: CostModel) -> float:
-    singles, chunks = plan.entries[: plan.num_single], plan.entries[plan.num_single :]
-    context = sum(entry.start for entry in singles)
-    if not chunks:
-        return cost.decode_step_s(len(singles), context)
-    attended = sum(entry.num_tokens * (entry.num_tokens + 2 * entry.start) for entry in chunks)
-    return cost.step.with_chunks_s(sum(entry.num_tokens for entry in chunks), attended, len(singles), context)
+    begun = [entry for entry in plan.entries if entry.sequence.first_token_at_s is None and not entry.start]
+    beside_s = sum(cost.beside_chunks_s(entry.sequence.num_tokens, 0) for entry in begun)
+    return beside_s + predicted_step_s(plan, cost.step)
 
 
 def by_the_engine(
@@ -114,14 +116,15 @@ def by_the_engine(
     arrivals = deque(enumerate(rows))
     first_s: dict[int, float] = {}
     times: Times = {}
-    flights: deque[tuple[StepPlan, float]] = deque()
+    flights: deque[tuple[StepPlan, float, float]] = deque()
     now_s, is_waiting = 0.0, False
     while True:
         while len(flights) < 1 + cost.profile.launches_ahead and not is_waiting:
             plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule(now_s)
             if plan is None:
                 break
-            flights.append((plan, (flights[0][1] if flights else now_s) + seconds_of(plan, cost)))
+            seconds = seconds_of(plan, cost)
+            flights.append((plan, (flights[0][1] if flights else now_s) + seconds, seconds))
         is_waiting = bool(flights)
         if arrivals and (not flights or arrivals[0][1].arrival_s < flights[0][1]):
             number, row = arrivals.popleft()
@@ -132,10 +135,10 @@ def by_the_engine(
             sequence.gap_bounds = bounds[number % len(bounds)]
             scheduler.add(sequence)
         elif flights:
-            plan, now_s = flights.popleft()
+            plan, now_s, seconds = flights.popleft()
             is_waiting = False
             tokens = tuple(SampledToken(0, None) if entry.samples else None for entry in plan.entries)
-            for output in scheduler.commit(plan, StepResult(tokens), 0.0, now_s):
+            for output in scheduler.commit(plan, StepResult(tokens), seconds, now_s):
                 number = int(output.sequence.request_id)
                 if output.tokens:
                     first_s.setdefault(number, now_s)
@@ -148,7 +151,9 @@ def by_the_engine(
 
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 @pytest.mark.parametrize("longest_output", [1, 60])
-@pytest.mark.parametrize("cost", [GPU, CPU], ids=["launched ahead", "one after the other"])
+@pytest.mark.parametrize(
+    "cost", [GPU, CPU, UNFORESEEN], ids=["launched ahead", "one after the other", "unforeseen"]
+)
 @pytest.mark.parametrize("seed", range(12))
 def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(
     seed: int, cost: CostModel, longest_output: int, bounds: Bounds
