@@ -2,15 +2,17 @@
 
     python -m bench.conformance [--rounds 4] [--requests 120] [--json bench/results/conformance.json]
 
-A conductor as it is deployed, gRPC clients in an open loop, and stub nodes (`stub_node.py`) in
-a process of their own, whose steps take what a profile says: slow ones (a step takes 0.15 s, a
-prompt some 0.3 s), so that a busy machine's delays of milliseconds are small beside them. With
-`--engine` the nodes are real, SmolLM2 on this processor, and as noisy as the machine.
+A conductor as it is deployed with the settings that ship, gRPC clients in an open loop, and nodes as they
+ship (`timed_node.py`) in a process of their own, on devices that take what a profile says: slow ones (a step
+takes 0.15 s, a prompt some 0.3 s), so that a busy machine's delays of milliseconds are small beside them. A
+round is simulated from its arrivals alone, with that profile.
 
-The measured profile of a round is fitted to the decision log of the round before
-(`conductor profile --from-log`, with `--timelines` where nodes are real); beside it stands the one fitted
-to the round itself, which differs by what the machine did meanwhile. With each the round is simulated
-from its arrivals alone. Prompts are 20 to 800 tokens, a third of them going on from an earlier one;
+With `--engine` the nodes are real, SmolLM2 on this processor, as noisy as the machine, and do one thing each.
+The profile of a round is fitted to the decision log and the timelines of the round before (`conductor profile
+--from-log --timelines`); beside it stands the one fitted to the round itself, which differs by what the
+machine did meanwhile.
+
+Prompts are 20 to 800 tokens, a third of them going on from an earlier one;
 outputs 4 to 24, or 16 to 48 where nodes are real: a request's mean gap is of as many steps, and of few
 the machine's noise is all there is in the highest. A time in which there was always a request, and other
 work on the machine took more than `--others` of its processors, is left out with its requests and
@@ -39,7 +41,6 @@ from bench.about_run import about_run
 from bench.local_cluster import local_cluster
 from bench.others import OthersWatch
 from bench.predict import ask, prompts, wait_for_nodes
-from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
 from bench.stub_cluster import stub_cluster
 from conductor.placing.profile import Profile
@@ -99,10 +100,9 @@ async def load(address: str, count: int, rate: float, seed: int, outputs: range)
 
 
 def stub_run(log: Path, count: int, rate: float, seed: int) -> None:
-    """Serve a load by stub nodes, and leave its decision log."""
-    # a stub lends nothing
-    scheduler = SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S, fetch=False, roles="fixed")
-    with stub_cluster(slow_profile(), NODES, NODES, scheduler=scheduler) as cluster:
+    """Serve a load by nodes that only take their time, and leave its decision log."""
+    scheduler = SchedulerConfig(decision_log=str(log))
+    with stub_cluster(slow_profile(), NODES, NODES, scheduler=scheduler, timed=True) as cluster:
         while len(read_json(f"127.0.0.1:{cluster.http_port}", "/status")["nodes"]) < 2 * NODES:
             time.sleep(0.1)
         asyncio.run(load(cluster.grpc_address, count, rate, seed, range(4, 24)))
@@ -141,7 +141,7 @@ class Recorded:
     kept: frozenset[int]
     """Numbers of the served requests whose busy period was undisturbed."""
     profile: Profile
-    """Fitted to it; of real nodes, to the undisturbed steps."""
+    """The nodes' own; of real ones, fitted to the undisturbed steps."""
 
 
 def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> Recorded:
@@ -164,7 +164,7 @@ def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> Record
         timelines, name = timelines_of(log), f"round {number}"
         profile = profile_from_steps(live, timelines, name, lambda step: _is_in(step.began_s, quiet))
     else:
-        profile = profile_from_run(live, f"round {number}")
+        profile = slow_profile()
     return Recorded(live, kept, profile)
 
 
@@ -192,10 +192,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         before = recorded(Path(folder), 0, arguments).profile
         for number in range(1, arguments.rounds + 1):
             found = recorded(Path(folder), number, arguments)
+            profiles = {"round_before": before, "same_round": found.profile}
+            if not arguments.engine:
+                profiles = {"own": found.profile}
             rounds.append(
                 {
-                    "round_before": _errors(found, before, arguments.engine),
-                    "same_round": _errors(found, found.profile, arguments.engine),
+                    "errors": {name: _errors(found, profile) for name, profile in profiles.items()},
                     "undisturbed": len(found.kept),
                     "decisions": len(found.live.decisions),
                     "decisions_made_again_alike": num_made_alike(found.live),
@@ -206,18 +208,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "requests": arguments.requests,
         "rate": arguments.rate,
         "others": arguments.others,
-        "nodes": "SmolLM2, 1P1D" if arguments.engine else f"stub, {NODES}P{NODES}D",
+        "nodes": "SmolLM2, 1P1D" if arguments.engine else f"timed, {NODES}P{NODES}D",
         "median_error": {
-            fitted: {name: median(row[fitted][name]["error"] for row in rounds) for name in rounds[0][fitted]}
-            for fitted in ("round_before", "same_round")
+            profile: {name: _median(rounds, profile, name) for name in errors}
+            for profile, errors in rounds[0]["errors"].items()
         },
         "rounds": rounds,
     }
 
 
-def _errors(found: Recorded, profile: Profile, decode_caches: bool) -> dict[str, dict[str, float]]:
+def _median(rounds: Sequence[dict[str, Any]], profile: str, name: str) -> float:
+    errors: list[float] = [row["errors"][profile][name]["error"] for row in rounds]
+    return median(errors)
+
+
+def _errors(found: Recorded, profile: Profile) -> dict[str, dict[str, float]]:
     """Simulate all of a round; return how its undisturbed requests compare."""
-    outcomes = simulated(found.live, profile, decode_caches).outcomes
+    outcomes = simulated(found.live, profile).outcomes
     live = replace(found.live, served=[found.live.served[at] for at in sorted(found.kept)])
     numbers = found.live.numbers()
     measures = compared(live, _only(outcomes, frozenset(numbers[at] for at in found.kept)))
@@ -250,9 +257,9 @@ def main() -> None:
     arguments = parser.parse_args()
     about = about_run("grpcio")
     result = measure(arguments)
-    for fitted, errors in result["median_error"].items():
+    for profile, errors in result["median_error"].items():
         told = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
-        print(f"median error, profile of the {fitted.replace('_', ' ')}: {told}")
+        print(f"median error, profile {profile.replace('_', ' ')}: {told}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
 

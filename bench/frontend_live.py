@@ -30,6 +30,7 @@ from urllib.request import urlopen
 
 import grpc
 
+from base.config import ServerConfig
 from bench.about_run import about_run
 from bench.frontend import cpu_seconds
 from bench.stub_cluster import StubCluster, stub_cluster
@@ -281,7 +282,8 @@ def main() -> None:
     parser.add_argument("--interval-ms", type=float, default=0.0, help="server.stream_interval_ms")
     arguments = parser.parse_args()
     about = about_run()
-    with stub_cluster(quick_profile(), 1, 1, arguments.interval_ms) as cluster:
+    server = ServerConfig(stream_interval_ms=arguments.interval_ms)
+    with stub_cluster(quick_profile(), 1, 1, server) as cluster:
         carried = asyncio.run(compare(cluster))
         half = [added(cluster, rate, tokens) for _ in range(ROUNDS) for tokens, rate in RATES]
     for row in carried:

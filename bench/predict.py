@@ -63,9 +63,10 @@ async def ask(stub: InferenceStub, tokens: list[int], max_tokens: int) -> None:
         sampling=pb.Sampling(temperature=0.0),
         stop=pb.Stop(max_tokens=max_tokens, ignore_eos=True),
     )
-    answer: Any = stub.Generate(request, timeout=300)
-    async for _ in answer:
-        pass
+    answer: Any = stub.Generate(request)
+    async with asyncio.timeout(300):  # a deadline of the call would be a bound on TTFT
+        async for _ in answer:
+            pass
 
 
 async def load(address: str, count: int, rate: float, rng: random.Random) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import uvloop
 
 from base.attach import AttachClient
+from base.clock import SystemClock
 from base.config import (
     ClusterConfig,
     EngineConfig,
@@ -36,6 +37,7 @@ from base.messages import NodeInfo
 from base.request import NodeId, Role
 from base.tls import dialling_context
 from bench.stub_node import StubNode
+from bench.timed_node import TimedNode
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile, profile_json
 from conductor.profiles.reader import load_profile
@@ -69,19 +71,22 @@ def stub_cluster(
     profile: Profile,
     num_prefill: int,
     num_decode: int,
-    stream_interval_ms: float = 0.0,
-    tls: TlsConfig | None = None,
+    server: ServerConfig | None = None,
     scheduler: SchedulerConfig | None = None,
     module: str = "conductor",
     max_model_len: int = 0,
+    timed: bool = False,
 ) -> Iterator[StubCluster]:
     """Run a conductor for SmolLM2's tokenizer and stub nodes in the body.
 
     Args:
-        tls: Of the conductor, and as nodes' own.
+        server: The conductor's; its TLS is the nodes' own too.
         module: What is run as the conductor, with its configuration.
         max_model_len: Of the model, as the conductor is to believe; 0: the model's own.
+        timed: Whether nodes are those of `timed_node.py`, which take more of the processor.
     """
+    server = server or ServerConfig()
+    tls = server.tls
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
     pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE))
     with tempfile.TemporaryDirectory() as name:
@@ -92,13 +97,8 @@ def stub_cluster(
         profile_path.write_text(profile_json(profile))
         cluster = ClusterConfig(
             profile=str(profile_path),
-            server=ServerConfig(
-                http_port=0,
-                grpc_port=0,
-                stream_interval_ms=stream_interval_ms,
-                tls=replace(tls, ca="") if tls else TlsConfig(),
-            ),
-            nodes=NodesConfig(tls=tls or TlsConfig()),
+            server=replace(server, http_port=0, grpc_port=0, tls=replace(tls, ca="")),
+            nodes=NodesConfig(tls=tls),
             prefill=pool,
             decode=pool,
             scheduler=replace(scheduler or SchedulerConfig(roles="fixed"), role_wait_s=NODES_WAIT_S),
@@ -111,8 +111,10 @@ def stub_cluster(
             ready = json.loads(conductor.stdout.readline())
             address = f"127.0.0.1:{ready['attach_port']}"
             counts = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
-            if tls:
+            if tls.is_set:
                 counts += ["--tls", tls.cert, tls.key, tls.ca]
+            if timed:
+                counts.append("--timed")
             nodes = _started("bench.stub_cluster", address, model.model_id, str(profile_path), *counts)
             yield StubCluster(ready["http_port"], ready["grpc_port"], conductor.pid, folder)
         finally:
@@ -144,16 +146,18 @@ def _started(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def stub_info(name: str, role: Role, model_id: str) -> NodeInfo:
+def stub_info(
+    name: str, roles: frozenset[Role], model_id: str, num_blocks: int = NUM_BLOCKS, max_model_len: int = 4096
+) -> NodeInfo:
     """Return what a stub node says of itself."""
     return NodeInfo(
         node_id=NodeId(name),
         epoch=1,
-        roles=frozenset({role}),
+        roles=roles,
         model_id=model_id,
         layout_id="stub",
-        max_model_len=4096,
-        num_blocks=NUM_BLOCKS,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         peer=PeerDescriptor(name, 1, ()),
         host="here",
@@ -161,19 +165,22 @@ def stub_info(name: str, role: Role, model_id: str) -> NodeInfo:
 
 
 async def serve_nodes(
-    address: str, model_id: str, profile: Profile, counts: dict[Role, int], tls: TlsConfig
+    address: str, model_id: str, profile: Profile, counts: dict[Role, int], tls: TlsConfig, timed: bool
 ) -> None:
-    cost = CostModel(profile)
+    cost, clock = CostModel(profile), SystemClock()
     secured = dialling_context(tls, "nodes.tls")
+    numbers = [(role, number) for role, count in counts.items() for number in range(count)]
     async with asyncio.TaskGroup() as group:
-        for role, count in counts.items():
-            for number in range(count):
-                node = StubNode(cost, NUM_BLOCKS, BLOCK_SIZE)
-                info = stub_info(f"{role.value}-{number}", role, model_id)
-                client = AttachClient(info, address, random.Random(number), secured)
-                node.send = client.send
-                group.create_task(node.run())
-                group.create_task(client.run(node))
+        for role, number in numbers:
+            info = stub_info(f"{role.value}-{number}", frozenset({role}), model_id)
+            rng = random.Random(number)
+            if timed:
+                TimedNode(info, cost, clock, group).attach(address, rng, secured)
+                continue
+            node, client = StubNode(cost, NUM_BLOCKS, BLOCK_SIZE), AttachClient(info, address, rng, secured)
+            node.send = client.send
+            group.create_task(node.run())
+            group.create_task(client.run(node))
 
 
 def main() -> None:
@@ -183,11 +190,11 @@ def main() -> None:
     for name in ("--prefill", "--decode"):
         parser.add_argument(name, type=int)
     parser.add_argument("--tls", nargs=3, default=("", "", ""), help="certificate, key, authority")
+    parser.add_argument("--timed", action="store_true", help="nodes as they ship, but for the device")
     told = parser.parse_args()
-    counts = {Role.PREFILL: told.prefill, Role.DECODE: told.decode}
-    uvloop.run(
-        serve_nodes(told.address, told.model_id, load_profile(told.profile), counts, TlsConfig(*told.tls))
-    )
+    counts, profile = {Role.PREFILL: told.prefill, Role.DECODE: told.decode}, load_profile(told.profile)
+    tls = TlsConfig(*told.tls)
+    uvloop.run(serve_nodes(told.address, told.model_id, profile, counts, tls, told.timed))
 
 
 if __name__ == "__main__":

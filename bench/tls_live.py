@@ -19,7 +19,7 @@ from pathlib import Path
 
 import uvloop
 
-from base.config import TlsConfig
+from base.config import ServerConfig, TlsConfig
 from bench.about_run import about_run
 from bench.frontend import unchecked
 from bench.frontend_live import HttpClient, quick_profile, streamed
@@ -45,9 +45,10 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {}
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
+        secured = ServerConfig(tls=node_certificate(folder))
         clusters = {
             "plain": running.enter_context(stub_cluster(quick_profile(), 1, 1)),
-            "tls": running.enter_context(stub_cluster(quick_profile(), 1, 1, tls=node_certificate(folder))),
+            "tls": running.enter_context(stub_cluster(quick_profile(), 1, 1, secured)),
         }
         for streams in arguments.streams:
             for number in range(arguments.rounds):

@@ -190,7 +190,6 @@ def test_every_test_asserts() -> None:
 # Their clocks are virtual: to sleep there is to say what time it is.
 VIRTUAL_CLOCKS = {
     "tests/base/test_attach.py",
-    "tests/conductor/stub_cluster.py",
     "tests/conductor/serving/test_overload.py",
     "tests/conductor/serving/test_role_changes.py",
     "tests/conductor/replay/test_conformance.py",

@@ -11,9 +11,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
+from base.config import EngineConfig
 from base.errors import ConfigError
 from base.request import Slo
 from conductor.placing.cost_model import CostModel
@@ -185,7 +187,10 @@ def show_conformance(args: argparse.Namespace) -> int:
     """Print what happened beside its simulation; return the exit code."""
     run = read_run(args.trace)
     profile = load_profile(args.profile) if args.profile else run.shared.profile
-    outcomes = simulated(run, profile, args.decode_caches).outcomes
+    engine = EngineConfig()
+    sizes = {"chunk_tokens": args.chunk_tokens, "max_batch": args.max_batch}
+    engine = dataclasses.replace(engine, **{name: size for name, size in sizes.items() if size is not None})
+    outcomes = simulated(run, profile, engine).outcomes
     sys.stdout.write(f"{aligned(comparison_rows(run, compared(run, outcomes)))}\n")
     return 0
 
@@ -259,6 +264,7 @@ def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str
         chunk_tokens=args.chunk_tokens,
         decode_caches=args.decode_caches,
         step_budgets=not args.whole_chunks,
+        max_batch=args.max_batch or inf,
         seed=args.seed,
     )
     return Plan(

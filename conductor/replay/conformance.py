@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from base.config import EngineConfig
 from base.errors import ConfigError
 from base.request import RequestId, Slo
 from conductor.placing.cost_model import CostModel
@@ -34,6 +35,8 @@ from conductor.replay.decision_log import read_log, request_of
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest
+
+SHIPPED_ENGINE = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,8 @@ class LiveRun:
             raise ConfigError(f"requests of {len(named)} different bounds: a run of one kind is simulated")
         return named.pop()
 
-    def nodes(self) -> tuple[int, int]:
-        """Return how many nodes prefilled and how many decoded, when there first were most.
+    def nodes(self) -> tuple[int, int, int]:
+        """Return how many nodes prefilled, decoded, and did both, when there first were most.
 
         Raises:
             ConfigError: no decision was recorded with its nodes.
@@ -87,8 +90,8 @@ class LiveRun:
         if not seen:
             raise ConfigError("decisions without nodes: clusters of 64 nodes at most are recorded with them")
         # roles change afterwards: each role's most would be more nodes than there were
-        nodes = max(seen, key=len)
-        return sum(node.prefills for node in nodes), sum(node.decodes for node in nodes)
+        roles = [(node.prefills, node.decodes) for node in max(seen, key=len)]
+        return roles.count((True, False)), roles.count((False, True)), roles.count((True, True))
 
     def capacity_tokens(self) -> int:
         """Return the tokens of KV that the smallest node has room for; raises ConfigError as `nodes`."""
@@ -156,9 +159,12 @@ def num_made_alike(run: LiveRun) -> int:
     return sum(decide_again(made, cost, run.shared.settings) == made.result for made in run.decisions)
 
 
-def simulated(run: LiveRun, profile: Profile, decode_caches: bool = False) -> SimCluster:
-    """Return the cluster after a simulation of the run's arrivals with the run's nodes."""
-    prefill, decode = run.nodes()
+def simulated(run: LiveRun, profile: Profile, engine: EngineConfig = SHIPPED_ENGINE) -> SimCluster:
+    """Return the cluster after a simulation of the run's arrivals with the run's nodes.
+
+    `engine`: of their steps.
+    """
+    prefill, decode, both = run.nodes()
     trace, settings = run.trace(), run.shared.settings
     policy = settings.policy if settings.fetches else "local"
     options = ClusterOptions(
@@ -169,7 +175,10 @@ def simulated(run: LiveRun, profile: Profile, decode_caches: bool = False) -> Si
         None,
         settings,
         learns=True,
-        decode_caches=decode_caches,
+        both_nodes=both,
+        chunk_tokens=engine.chunk_tokens,
+        max_batch=engine.max_batch,
+        decode_caches=True,
         slo=run.slo(),
         # a conductor predicted by the profile that its log names, whatever its nodes take
         believed=run.shared.profile,

@@ -19,10 +19,10 @@ from uvicorn.server import ServerState
 from base import arrivals, rpc
 from base.link import LENGTH_BYTES
 from base.request import SampledToken
+from bench import virtual_loop
 from conductor.api import http_connection
 from conductor.serving.generated import Generated
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
-from tests.conductor import virtual_loop
 from tests.conductor.dispatching import conductor
 from tests.conductor.fakes import serving, spoken
 from tests.conductor.scripted_node import ScriptedWork

@@ -7,8 +7,8 @@ import pytest
 from base.errors import LostError
 from base.messages import Failed, Tokens
 from base.request import FinishReason, SampledToken
+from bench.virtual_loop import run
 from conductor.serving.nodes import Mailbox
-from tests.conductor.virtual_loop import run
 
 
 def tokens(finish_reason=None):

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
+from base.config import EngineConfig
 from base.errors import RejectedError
 from base.request import Request, RequestId, SamplingParams, StopParams
 from bench.overload import (
@@ -17,9 +18,9 @@ from bench.overload import (
     normal_after_s,
     summary,
 )
+from bench.virtual_cluster import COST, node_infos, virtual_cluster
+from bench.virtual_loop import run
 from conductor.placing.scheduler_settings import SchedulerSettings
-from tests.conductor.stub_cluster import cluster
-from tests.conductor.virtual_loop import run
 
 SETTINGS = SchedulerSettings(ttft_headroom=0.85, ahead_s=0.1)
 OVERLOAD_S = 8.0
@@ -66,7 +67,7 @@ async def stretch(dispatcher, clock, rate, seconds, rng, priorities=(0,)):
 def test_ten_times_too_much_load_is_borne(seed):
     async def scenario(clock):
         rng = random.Random(seed)
-        async with cluster(clock, SETTINGS) as (dispatcher, _):
+        async with virtual_cluster(clock, SETTINGS, node_infos()) as (dispatcher, _):
             peak = 0.0
             for share in (0.8, 1.0, 1.2):
                 rows = [row for _, row in await stretch(dispatcher, clock, CAPACITY * share, 10.0, rng)]
@@ -88,7 +89,7 @@ def test_ten_times_too_much_load_is_borne(seed):
 def test_a_stall_that_puts_every_prediction_past_its_bound_is_forgotten_when_it_is_over():
     async def scenario(clock):
         rng = random.Random(4)
-        async with cluster(clock, SETTINGS) as (dispatcher, view):
+        async with virtual_cluster(clock, SETTINGS, node_infos()) as (dispatcher, view):
             while len(view.node_ids()) < 4:
                 await asyncio.sleep(0)
             for node_id in view.node_ids():
@@ -105,7 +106,7 @@ def test_a_stall_that_puts_every_prediction_past_its_bound_is_forgotten_when_it_
 def test_under_overload_the_higher_class_is_served_and_the_lowest_is_not():
     async def scenario(clock):
         rng = random.Random(3)
-        async with cluster(clock, SETTINGS) as (dispatcher, _):
+        async with virtual_cluster(clock, SETTINGS, node_infos()) as (dispatcher, _):
             return await stretch(dispatcher, clock, CAPACITY * 2.4, 10.0, rng, priorities=(-1, 0, 0, 1))
 
     rows = run(scenario)
@@ -117,3 +118,35 @@ def test_under_overload_the_higher_class_is_served_and_the_lowest_is_not():
     assert good[1] > 0.95
     assert good[-1] < 0.1
     assert good[-1] < good[0] < good[1]
+
+
+def test_who_waits_is_placed_when_the_queue_is_short_enough_though_no_node_says_anything():
+    settings = SchedulerSettings(ahead_s=0.5)
+    engine = EngineConfig(chunk_tokens=16_384)
+    seconds = COST.prefill_s(10_000, 0)
+    assert 2.0 + 0.5 < seconds < 4.0, "no heartbeat comes just then"
+
+    async def scenario(clock):
+        came_s = []
+
+        async def first_token(dispatcher, name, length):
+            asked = Request(RequestId(name), (int(name),) * length, SamplingParams(), StopParams(1))
+            async with aclosing(dispatcher.generate(asked)) as pieces:
+                async for _ in pieces:
+                    came_s.append(clock.now_s())
+
+        nodes = node_infos(1, 1)
+        async with (
+            virtual_cluster(clock, settings, nodes, engine=engine) as (dispatcher, view),
+            asyncio.TaskGroup() as group,
+        ):
+            group.create_task(first_token(dispatcher, "1", 10_000))
+            await asyncio.sleep(0.1)
+            group.create_task(first_token(dispatcher, "2", 100))
+            while view.num_queued < 2 and not came_s:
+                await asyncio.sleep(0.01)
+            placed_s = clock.now_s()
+        return placed_s, came_s
+
+    placed_s, (first_s, _) = run(scenario)
+    assert first_s - placed_s == pytest.approx(0.5, abs=0.05)

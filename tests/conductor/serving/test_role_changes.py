@@ -5,9 +5,9 @@ import random
 
 from base.request import Request, RequestId, Role, SamplingParams, StopParams
 from bench.overload import CAPACITY
+from bench.virtual_cluster import node_infos, virtual_cluster
+from bench.virtual_loop import run
 from conductor.placing.scheduler_settings import SchedulerSettings
-from tests.conductor.stub_cluster import cluster
-from tests.conductor.virtual_loop import run
 
 FOLLOW = SchedulerSettings(ahead_s=0.2, roles_follow=True)
 
@@ -23,7 +23,7 @@ def served(settings, num_requests, rate, prompt_tokens, max_tokens, num_prefill=
     async def scenario(clock):
         rng = random.Random(2)
         seen = []
-        nodes = cluster(clock, settings, num_prefill, num_decode)
+        nodes = virtual_cluster(clock, settings, node_infos(num_prefill, num_decode))
         async with nodes as (dispatcher, view), asyncio.TaskGroup() as group:
             tasks = []
             for number in range(num_requests):

@@ -8,11 +8,11 @@ import pytest
 
 from base.config import ServerConfig
 from base.request import FinishReason, Request, RequestId, SamplingParams, StopParams
+from bench.virtual_cluster import COST, node_infos, virtual_cluster
+from bench.virtual_loop import run
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.serving import dispatch
 from conductor.serving.dispatch import STREAMING_SHARE
-from tests.conductor.stub_cluster import COST, cluster
-from tests.conductor.virtual_loop import run
 
 TOKENS = 60
 
@@ -26,7 +26,7 @@ def test_tokens_that_come_within_the_interval_go_out_together(steps):
         asked = Request(RequestId("r"), tuple(range(50)), SamplingParams(), StopParams(TOKENS))
         pieces = []
         async with (
-            cluster(clock, SchedulerSettings(), server=server) as (dispatcher, _),
+            virtual_cluster(clock, SchedulerSettings(), node_infos(), server=server) as (dispatcher, _),
             aclosing(dispatcher.generate(asked)) as generated,
         ):
             async for piece in generated:
@@ -51,7 +51,10 @@ def test_many_streams_take_no_more_than_their_share_of_the_event_loop(monkeypatc
             return [(clock.now_s(), len(piece.tokens)) async for piece in generated]
 
     async def scenario(clock):
-        async with cluster(clock, SchedulerSettings()) as (dispatcher, _), asyncio.TaskGroup() as group:
+        async with (
+            virtual_cluster(clock, SchedulerSettings(), node_infos()) as (dispatcher, _),
+            asyncio.TaskGroup() as group,
+        ):
             tasks = [group.create_task(one(dispatcher, clock, number)) for number in range(streams)]
             return await asyncio.gather(*tasks)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class _NoWait(selectors.DefaultSelector):
@@ -13,7 +17,7 @@ class _NoWait(selectors.DefaultSelector):
         super().__init__()
         self.now_s = 0.0
 
-    def select(self, timeout=None):
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if not ready and timeout:
             self.now_s += timeout
@@ -35,11 +39,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
 
-def run(main):
+def run(main: Callable[[VirtualLoop], Awaitable[Result]]) -> Result:
     """Run `main(loop)` in virtual time; return what it returns."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
 
-        async def start():
-            return await main(asyncio.get_running_loop())
+        async def start() -> Result:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            return await main(loop)
 
         return runner.run(start())
