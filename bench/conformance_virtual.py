@@ -42,7 +42,7 @@ from conductor.placing.decision_lines import Shared
 from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.profile import Profile
 from conductor.placing.scheduler_settings import SchedulerSettings
-from conductor.profile_file import load_profile
+from conductor.profiles.reader import load_profile
 from conductor.replay.conformance import SHIPPED_ENGINE, LiveRun, num_made_alike, ranked, read_run, simulated
 from conductor.replay.outcome import Outcomes
 from conductor.serving.decision_log import DecisionLog
