@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +150,16 @@ def require_floats(path: Path, headers: Iterable[TensorHeader]) -> None:
             )
 
 
-def require_depth(path: Path, headers: Iterable[TensorHeader], num_layers: object) -> None:
+def require_depth(path: Path, headers: Sequence[TensorHeader], num_layers: object) -> None:
     """Raise ConfigError if a configuration names many times the layers that a folder's files have.
 
     All of them would be made before the first one is missed. Some families count a layer several times."""
-    found = [int(match[1]) for name, _, _ in headers if (match := LAYER.search(name))]
-    if found and isinstance(num_layers, int) and num_layers > MOST_TIMES * (max(found) + 1):
-        raise ConfigError(
-            f"{path}: config.json: num_hidden_layers is {num_layers}, the files have {max(found) + 1}"
-        )
+    # Counted: a tensor of a layer far beyond the others would make room for all between.
+    found = {match[1] for name, _, _ in headers if (match := LAYER.search(name))}
+    # Where a family has other names, a layer has a tensor at least.
+    count = len(found) or len(headers)
+    if isinstance(num_layers, int) and num_layers > MOST_TIMES * count:
+        raise ConfigError(f"{path}: config.json: num_hidden_layers is {num_layers}, the files have {count}")
 
 
 def tensor_headers(path: Path) -> Iterator[TensorHeader]:

@@ -232,6 +232,21 @@ def test_a_large_model_that_cannot_be_served_is_refused_before_its_weights_are_r
     assert not said, "a digest was begun"
 
 
+@pytest.mark.parametrize("kind", ["far beyond the others", "none"])
+def test_layers_that_the_files_do_not_have_are_not_made(kind: str, tmp_path: Path) -> None:
+    publish_linears(tmp_path, "gptq")
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        if kind == "none":
+            tensors.clear()
+        tensors["model.layers.999999999.unused.weight" if tensors else "unused.weight"] = torch.zeros(1)
+
+    changed(edited(tmp_path, edit), lambda config: config.update(num_hidden_layers=10**6))
+    count = 1 if kind == "none" else 3
+    with pytest.raises(ConfigError, match=f"num_hidden_layers is 1000000, the files have {count}"):
+        load_model(tmp_path, torch.float32)
+
+
 def test_numbers_that_are_none_are_said_to_be_damage(tmp_path: Path) -> None:
     folder = publish(tmp_path, "qwen3_moe", "channels")
 
