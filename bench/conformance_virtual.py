@@ -60,6 +60,8 @@ def nothing_between(profile: Profile) -> Profile:
         profile,
         device_kv_tokens=BLOCK_SIZE * NUM_BLOCKS,
         host_kv_tokens=1 << 30,
+        # so few that what comes at one moment stays in order
+        kv_token_bytes=1,
         transfer_bytes_per_s=1e15,
         transfer_fixed_s=0.0,
         start_s=0.0,

@@ -338,12 +338,22 @@ class SimEngine:
             if request.num_tokens - request.computed_tokens == 1:
                 batch += 1
                 context_tokens += request.computed_tokens
+        for request in self._joining:  # they have their KV, and lack a place
+            batch += 1
+            context_tokens += request.context_tokens
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
         if not batch or self._budget_cost is None:
             return BudgetedStep(most)
         ratio = self._correction.ratio
         empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)
         load = DecodeLoad(batch, context_tokens, *self._slack.left_s(self._step, empty_s, now_s))
+        for mean_left_s, longest_left_s, saving_s in self._slack.left_to_waiting_s(
+            self._joining, empty_s, now_s
+        ):
+            if mean_left_s < load.mean_left_s:
+                load = load._replace(mean_left_s=mean_left_s, saving_s=saving_s)
+            if longest_left_s < load.longest_left_s:
+                load = load._replace(longest_left_s=longest_left_s)
         return BudgetedStep(most, self._budget_cost, load, self._num_starved, ratio(True))
 
     def _let_in(self, now_s: float) -> SimRequest:

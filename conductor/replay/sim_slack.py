@@ -11,6 +11,7 @@ heap for each bound has it at its top.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from math import inf
 
@@ -75,6 +76,26 @@ class BatchSlack:
         if self._num_unbounded:
             longest_left_s = min(longest_left_s, target_gap_s(empty_s))
         return mean_left_s, longest_left_s, saving_s
+
+    def left_to_waiting_s(
+        self, waiting: Iterable[SimRequest], empty_s: float, now_s: float
+    ) -> Iterator[tuple[float, float, float]]:
+        """Yield the same of each sequence that decodes as soon as there is place for it."""
+        for request in waiting:
+            bounds, mean_left_s, saving_s = request.gap_bounds, inf, 0.0
+            if bounds.mean_s != inf and not request.is_mean_lost:
+                num_gaps = request.tokens_left - 1 - request.steps_left
+                left_s = request.prefilled_at_s + KEPT_MEAN * bounds.mean_s * (num_gaps + 1) - now_s
+                if is_lost(left_s, max(1, request.steps_left), bounds.mean_s, empty_s):
+                    request.is_mean_lost = True
+                else:
+                    mean_left_s, saving_s = left_s, KEPT_MEAN * bounds.mean_s - empty_s
+            longest_left_s = inf
+            if bounds.longest_s != inf:
+                longest_left_s = request.token_at_s + KEPT_LONGEST * bounds.longest_s - now_s
+            elif bounds.mean_s == inf or request.is_mean_lost:
+                longest_left_s = target_gap_s(empty_s)
+            yield mean_left_s, longest_left_s, saving_s
 
     def _first_due(self, step: int) -> tuple[float, float, SimRequest] | None:
         """Return when the first token after `step` is due, by which bound, and whose it is."""
