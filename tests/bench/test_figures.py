@@ -41,7 +41,8 @@ def overload():
 
 
 def conformance(name, start):
-    errors = read_result(name)["median_error"]["round_before"]
+    medians = read_result(name)["median_error"]
+    errors = medians.get("own") or medians["round_before"]
     cells = [f"{errors[measure]:+.1%}".replace("%", " %") for measure in MEASURES]
     return f"{start} | {' | '.join(cells)} |"
 
