@@ -145,6 +145,7 @@ class Dispatcher:
         self._num_streaming = 0
         self._next_try: asyncio.TimerHandle | None = None
         """The timer for those who wait while nothing happens."""
+        self._next_try_at_s = inf
         self.queue = PlacementQueue(
             waiting.max_waiting,
             waiting.role_wait_s,
@@ -334,18 +335,16 @@ class Dispatcher:
 
     def _try_later(self, now_s: float) -> None:
         """Have those who wait tried when a queue will have become short enough, though nothing happens."""
-        after_s = try_again_at_s(self._view, self._settings, now_s) - now_s
-        if after_s == inf:
+        at_s = try_again_at_s(self._view, self._settings, now_s)
+        if at_s >= self._next_try_at_s:
             return
-        loop = asyncio.get_running_loop()
         if self._next_try is not None:
-            if self._next_try.when() <= loop.time() + after_s:
-                return
             self._next_try.cancel()
-        self._next_try = loop.call_later(after_s, self._try_now)
+        self._next_try_at_s = at_s
+        self._next_try = asyncio.get_running_loop().call_later(at_s - now_s, self._try_now)
 
     def _try_now(self) -> None:
-        self._next_try = None
+        self._next_try, self._next_try_at_s = None, inf
         self._pump()
 
     def _finished(self, attempt: Attempt, error: BaseException | None) -> None:
