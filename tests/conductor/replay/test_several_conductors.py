@@ -13,6 +13,8 @@ from base.metrics import ConductorMetrics, process_registry
 from base.request import NodeId, Request, RequestId, Role, SamplingParams, StopParams
 from bench.stub_cluster import BLOCK_SIZE, stub_info
 from bench.stub_node import StubNode
+from bench.virtual_cluster import COST
+from bench.virtual_loop import run as run_virtually
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
@@ -30,13 +32,23 @@ from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
 from conductor.serving.observer import Observer
 from tests.conductor.replay.builders import run, small_trace
-from tests.conductor.replay.test_conformance import PROFILE, prompts
-from tests.conductor.stub_cluster import COST
-from tests.conductor.virtual_loop import run as run_virtually
 
 SETTINGS = SchedulerSettings(fetches=False, ahead_s=0.5)
 SERVICE = SchedulerSettings(ttft_headroom=0.85, ahead_s=0.5, roles_follow=True)
 COUNT = 1_200
+# a stub's blocks are 10,000, it forgets none that it told of, and what it hands over takes no time
+PROFILE = dataclasses.replace(
+    COST.profile, device_kv_tokens=320_000, host_kv_tokens=1 << 30, transfer_bytes_per_s=1e15
+)
+
+
+def prompts(rng, count):
+    """Half of them go on from an earlier one."""
+    made = []
+    for _ in range(count):
+        tokens = tuple(rng.randrange(20_000) for _ in range(rng.randrange(40, 800)))
+        made.append((rng.choice(made) + tokens)[:3_000] if made and rng.random() < 0.5 else tokens)
+    return made
 
 
 def check_ends(cluster, count: int) -> None:
@@ -122,10 +134,10 @@ def live_logs(folder, rate: float):
         async with asyncio.TaskGroup() as nodes:
             tasks = []
             for number in range(4):
-                role = Role.PREFILL if number < 2 else Role.DECODE
+                roles = frozenset({Role.PREFILL if number < 2 else Role.DECODE})
                 node, said = StubNode(COST, 10_000, BLOCK_SIZE), asyncio.Event()
                 sessions = [
-                    NodeSession(stub_info(f"n{number}", role, "m"), lambda *_, said=said: said.set())
+                    NodeSession(stub_info(f"n{number}", roles, "m"), lambda *_, said=said: said.set())
                     for _ in logs
                 ]
                 tasks += [attached(memberships, sessions, said, node, clock), node.run()]
