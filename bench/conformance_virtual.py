@@ -22,6 +22,7 @@ import contextlib
 import json
 import random
 import tempfile
+from asyncio import TaskGroup
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import eq
@@ -29,6 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from base.clock import Clock
 from base.config import EngineConfig, SchedulerConfig
 from base.errors import SloUnreachableError
 from base.request import Request, RequestId, SamplingParams, Slo, StopParams
@@ -142,6 +144,18 @@ async def _answer(dispatcher: Dispatcher, number: int, asked: Asked, slo: Slo) -
             pass
 
 
+async def offer(
+    workload: Iterable[Asked], dispatchers: Sequence[Dispatcher], slo: Slo, clock: Clock, group: TaskGroup
+) -> None:
+    """Ask for all of a workload as its moments come, of the dispatchers in turn."""
+    due_s = clock.now_s()
+    for number, asked in enumerate(workload):
+        # the first comes as roles begin to be looked at, in both programs
+        due_s += asked.after_s if number else 0.0
+        await asyncio.sleep(due_s - clock.now_s())
+        group.create_task(_answer(dispatchers[number % len(dispatchers)], number, asked, slo))
+
+
 def logged(path: Path, workload: Iterable[Asked], served: Served) -> LiveRun:
     """Serve a workload; leave its decision log, and return what it holds."""
     cost = CostModel(served.profile)
@@ -154,14 +168,9 @@ def logged(path: Path, workload: Iterable[Asked], served: Served) -> LiveRun:
                 dispatcher,
                 _,
             ),
-            asyncio.TaskGroup() as group,
+            TaskGroup() as group,
         ):
-            due_s = clock.now_s()
-            for number, asked in enumerate(workload):
-                # the first comes as roles begin to be looked at, in both programs
-                due_s += asked.after_s if number else 0.0
-                await asyncio.sleep(due_s - clock.now_s())
-                group.create_task(_answer(dispatcher, number, asked, served.slo))
+            await offer(workload, [dispatcher], served.slo, clock, group)
 
     run(scenario)
     log.close()

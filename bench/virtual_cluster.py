@@ -102,26 +102,46 @@ async def virtual_cluster(
     Args:
         engine: Of every node's steps.
     """
+    logs = (decision_log,)
+    async with virtual_conductors(clock, settings, nodes, logs, cost, server, engine) as (conductor,):
+        yield conductor
+
+
+@asynccontextmanager
+async def virtual_conductors(
+    clock: Clock,
+    settings: SchedulerSettings,
+    nodes: Sequence[NodeInfo],
+    decision_logs: Sequence[DecisionLog | None],
+    cost: CostModel = COST,
+    server: ServerConfig | None = None,
+    engine: EngineConfig | None = None,
+) -> AsyncIterator[list[tuple[Dispatcher, ClusterView]]]:
+    """Have as many dispatchers as decision logs, and their views, in the body; all share the nodes."""
     server = server or ServerConfig()
-    view = ClusterView(cost, nodes[0].block_size)
-    membership = Membership(MODEL_ID, view, clock)
-    metrics = ConductorMetrics(process_registry(), MODEL_ID)
-    observer = Observer(metrics, view, cost, Decisions(cost, settings, decision_log), clock)
-    dispatcher = Dispatcher(membership, view, cost, [observer], clock, settings, server)
-    service = AttachService(membership, Registered(server.lease_s, server.heartbeat_s, 1, cost.step), clock)
     async with asyncio.TaskGroup() as tasks:
-        running = []
-        if settings.roles_follow:
-            following = follow_load(RoleController(cost), view, membership, dispatcher, clock)
-            running.append(tasks.create_task(following))
+        running, conductors, services = [], [], []
+        for log in decision_logs:
+            view = ClusterView(cost, nodes[0].block_size)
+            membership = Membership(MODEL_ID, view, clock)
+            metrics = ConductorMetrics(process_registry(), MODEL_ID)
+            observer = Observer(metrics, view, cost, Decisions(cost, settings, log), clock)
+            dispatcher = Dispatcher(membership, view, cost, [observer], clock, settings, server)
+            registered = Registered(server.lease_s, server.heartbeat_s, 1, cost.step)
+            services.append(AttachService(membership, registered, clock))
+            conductors.append((dispatcher, view))
+            if settings.roles_follow:
+                following = follow_load(RoleController(cost), view, membership, dispatcher, clock)
+                running.append(tasks.create_task(following))
         for number, info in enumerate(nodes):
             node = TimedNode(info, cost, clock, tasks, engine)
-            node.attach("here", random.Random(number), dial_end=partial(_joined, service))
+            for service in services:
+                node.attach("here", random.Random(number), dial_end=partial(_joined, service))
             running += node.running
-        while len(view.node_ids()) < len(nodes):  # noqa: ASYNC110  # turns of the loop, and no time
-            await asyncio.sleep(0)
-        yield dispatcher, view
-        num_in_flight = view.num_in_flight
+        while any(len(view.node_ids()) < len(nodes) for _, view in conductors):  # noqa: ASYNC110
+            await asyncio.sleep(0)  # turns of the loop, and no time
+        yield conductors
+        num_in_flight = sum(view.num_in_flight for _, view in conductors)
         for task in running:
             task.cancel()
     assert not num_in_flight, f"{num_in_flight} requests are still placed"

@@ -13,7 +13,7 @@ from protos.inference_pb2_grpc import InferenceStub
 from tests.cluster.asking import EOS, PATIENCE_S, generate_request, generated, held_blocks, until
 from tests.cluster.conftest import BLOCK_SIZE, running
 from tests.cluster.test_restart import epochs
-from tests.cluster.test_same_tokens import check_all, model, token_prompts, tokenizer  # noqa: F401
+from tests.cluster.test_same_tokens import check_all, token_prompts
 from tests.cluster.test_store import metric
 from tests.engine.builders import reference
 from tests.engine.test_smollm2 import fast_prompts
@@ -34,14 +34,14 @@ TO_GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_groups_of_ranks_say_what_generate_says(group, smollm2, tmp_path, model, tokenizer):  # noqa: F811
+def test_groups_of_ranks_say_what_generate_says(group, smollm2, tmp_path, model, tokenizer):
     with running(smollm2, tmp_path, kv_cache_gib=SMALL_CACHE_GIB, **GROUPS[group]) as cluster:
         check_all(cluster, model, token_prompts(tokenizer, fast_prompts()))
         until(lambda: held_blocks(cluster) == 0)
 
 
 @pytest.mark.parametrize("group", TO_GROUPS)
-def test_decode_nodes_of_several_ranks_say_what_generate_says(group, smollm2, tmp_path, model, tokenizer):  # noqa: F811
+def test_decode_nodes_of_several_ranks_say_what_generate_says(group, smollm2, tmp_path, model, tokenizer):
     """A few tokens: each is a hundred sums over gloo, which a machine of two cores takes a second for."""
     prompts = [prompt[:150] for prompt in token_prompts(tokenizer, fast_prompts()[:2])]
     with running(smollm2, tmp_path, kv_cache_gib=SMALL_CACHE_GIB, **TO_GROUPS[group]) as cluster:
