@@ -20,7 +20,7 @@ import conductor.__main__
 from bench.papers.peers import RULES, peer_policy
 from conductor.placing import cluster_view
 from conductor.placing.cluster_view import ClusterView
-from conductor.placing.cost_model import Corrections
+from conductor.placing.cost_model import Corrections, NodeCorrections
 from conductor.placing.prefill_policies import POLICIES, PrefillChoice, least_cost
 
 EVERY_NODE = "every node"
@@ -29,14 +29,14 @@ EVERY_NODE = "every node"
 class OnePace(Corrections):
     """What was learned of all nodes together."""
 
+    def of(self, node_id: str) -> NodeCorrections:
+        return super().of(EVERY_NODE)
+
     def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float, count: int = 1) -> None:
         super().observe(EVERY_NODE, term, predicted_s, measured_s, count)
 
     def ratio(self, node_id: str, term: str) -> float:
         return super().ratio(EVERY_NODE, term)
-
-    def corrected_s(self, node_id: str, term: str, predicted_s: float) -> float:
-        return super().corrected_s(EVERY_NODE, term, predicted_s)
 
 
 def uncharged(request: Any, groups: Any, view: ClusterView, *rest: Any) -> PrefillChoice:

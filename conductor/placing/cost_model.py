@@ -15,8 +15,8 @@ paper's cluster they are fitted to ten digitised points, five of them 95 % cache
 terms in a and b alone.
 
 A profile is never quite right on a live node (another processor, a noisy neighbour), so
-`Corrections` learns each node's measured/predicted ratio, how it goes with size, and the spread that
-is left, and the seconds that no profile knows of: messages, and the turn of each event loop.
+`Corrections` learns each node's measured/predicted ratio, how it goes with size, and the seconds that
+no profile knows of: messages, and the turn of each event loop.
 The ratio is kept apart from the profile: replay then starts from the same numbers.
 """
 
@@ -149,20 +149,18 @@ class CostModel:
 class LearnedTerm:
     """Fading means, for one node and term, of the logarithms of measured/predicted and of the predicted."""
 
-    __slots__ = ("covariance", "error", "log_ratio", "number", "ratio", "trend", "usual_s", "variance")
+    __slots__ = ("covariance", "log_ratio", "number", "ratio", "trend", "usual_s", "variance")
 
     def __init__(self, ratio: float, usual_s: float, trend: float = 0.0) -> None:
         self.ratio = ratio
         self.log_ratio = math.log(ratio)
         self.usual_s = usual_s
         self.trend = trend
-        self.variance = self.covariance = self.error = 0.0
+        self.variance = self.covariance = 0.0
         self.number = 0
 
     def observe(self, log_ratio: float, predicted_s: float) -> None:
         off_ratio, off_size = log_ratio - self.log_ratio, math.log(predicted_s / self.usual_s)
-        off_trend = abs(off_ratio - self.trend * _within(off_size, TREND_REACH))
-        self.error += CORRECTION_GAIN * (off_trend - self.error)
         self.number += 1
         self.log_ratio += max(CORRECTION_GAIN, 1 / self.number) * off_ratio
         self.ratio = math.exp(self.log_ratio)
@@ -252,19 +250,6 @@ class Corrections:
         """Return all that is learned, by node and term."""
         return {key: known.ratio for key, known in self._learned.items()}
 
-    def corrected_s(self, node_id: str, term: str, predicted_s: float) -> float:
-        """Return a prediction of the profile's as it will be by what was learned, its size regarded."""
-        return self._learned.get((node_id, term), UNKNOWN).corrected_s(predicted_s)
-
-    def trend(self, node_id: str, term: str) -> tuple[float, float]:
-        """Return the power of the predicted seconds that the ratio grows with, and their usual number."""
-        known = self._learned.get((node_id, term), UNKNOWN)
-        return known.trend, known.usual_s
-
-    def relative_error(self, node_id: str, term: str) -> float:
-        """Return the mean relative error left after correction; 0 before anything was measured."""
-        return math.expm1(self._learned.get((node_id, term), UNKNOWN).error)
-
     def observe_added(self, node_id: str, measured_s: float) -> None:
         """Learn the seconds of a request that are in no term."""
         node = self.of(node_id)
@@ -272,11 +257,6 @@ class Corrections:
         # one stall of some seconds would otherwise be predicted for the next ten requests
         measured_s = min(measured_s, 4 * known + MIN_ADDED_S)
         node.added_s, node.has_added = known + gain * (measured_s - known), True
-
-    def added_s(self, node_id: str) -> float:
-        """Return the seconds to add to a prediction; 0 before anything was measured."""
-        known = self._nodes.get(node_id)
-        return 0.0 if known is None else known.added_s
 
     def restore_added(self, node_id: str, seconds: float) -> None:
         """Make `seconds` exactly what is known of a node: for decisions made again."""

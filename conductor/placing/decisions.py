@@ -220,7 +220,7 @@ def _seen(
 
 
 def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeSeen:
-    slot = node.slot
+    slot, learned = node.slot, node.learned
     prefills, decodes = bool(view.prefill_mask >> slot & 1), bool(view.decode_mask >> slot & 1)
     return NodeSeen(
         node.info.node_id,
@@ -230,10 +230,10 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         view.prefill_order.value(slot) if prefills else 0.0,
         node.num_queued,
         node.num_outgoing,
-        view.corrections.ratio(node.info.node_id, "prefill"),
-        view.corrections.ratio(node.info.node_id, "handoff"),
-        view.corrections.ratio(node.info.node_id, "decode"),
-        view.corrections.added_s(node.info.node_id),
+        learned.prefill.ratio,
+        learned.handoff.ratio,
+        learned.decode.ratio,
+        learned.added_s,
         view.decode_order.value(slot) if decodes else 0.0,
         node.free_tokens,
         node.decode_sequences,
@@ -243,7 +243,8 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         node.queued_s,
         None if node.tightest_tbt_s == inf else node.tightest_tbt_s,
         node.capacity_tokens,
-        *view.corrections.trend(node.info.node_id, "prefill"),
+        learned.prefill.trend,
+        learned.prefill.usual_s,
         view.paces.class_of(slot),
         node.evict_share,
         node.receiving_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 
@@ -18,6 +19,7 @@ from bench.rules_live import (
     summary,
 )
 from bench.workload import LoadRequest
+from conductor.placing import cluster_view
 from conductor.placing.cost_model import CostModel
 from conductor.placing.prefill_policies import least_cost
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS
@@ -71,11 +73,13 @@ def test_a_rule_is_the_policy_of_its_clusters_conductor(rule: str) -> None:
 
 
 def test_with_one_pace_what_is_measured_of_a_node_is_believed_of_all() -> None:
-    corrections = OnePace()
-    corrections.observe("slow", "prefill", 1.0, 3.0)
-    assert corrections.ratio("fast", "prefill") == pytest.approx(3.0)
-    assert corrections.corrected_s("fast", "prefill", 2.0) == pytest.approx(6.0)
-    assert corrections.ratio("fast", "decode") == 1.0
+    with patch.object(cluster_view, "Corrections", OnePace):
+        view = make_view(2, 1)
+    view.corrections.observe("p0", "prefill", 1.0, 3.0)
+    assert view.corrections.ratio("p1", "prefill") == pytest.approx(3.0)
+    for name in ("p0", "p1"):
+        assert view.node(name).learned.prefill.corrected_s(2.0) == pytest.approx(6.0)
+    assert view.node("p1").learned.decode.ratio == 1.0
 
 
 def test_a_copy_costs_nothing_by_the_uncharged_rule() -> None:

@@ -79,7 +79,6 @@ def test_correction_converges_to_a_steady_ratio() -> None:
     for number in range(100):
         corrections.observe("n", "prefill", 1.0, 3.0 if number % 2 else 2.0)
     assert 2.0 < corrections.ratio("n", "prefill") < 3.0
-    assert 0.1 < corrections.relative_error("n", "prefill") < 0.4
     corrections.forget("n")
     assert corrections.ratio("n", "prefill") == 1.0
 
@@ -103,11 +102,9 @@ def test_a_ratio_that_goes_with_size_is_learned_as_a_trend() -> None:
         measured_s = another_machine_s(profile_s) * rng.uniform(0.95, 1.05)
         corrections.observe("n", "prefill", profile_s, measured_s)
     for profile_s in (0.1, 0.3, 0.8, 2.5):
-        assert corrections.corrected_s("n", "prefill", profile_s) == pytest.approx(
+        assert corrections.of("n").prefill.corrected_s(profile_s) == pytest.approx(
             another_machine_s(profile_s), rel=0.08
         )
-    # one ratio for all would leave a third of it, as the mean of what is off
-    assert corrections.relative_error("n", "prefill") < 0.08
 
 
 def test_what_is_longer_by_the_profile_stays_longer_whatever_was_learned() -> None:
@@ -117,7 +114,7 @@ def test_what_is_longer_by_the_profile_stays_longer_whatever_was_learned() -> No
         for _ in range(rng.randrange(1, 40)):
             corrections.observe("n", "prefill", 10 ** rng.uniform(-3, 2), 10 ** rng.uniform(-3, 2))
         sizes = [0.0, *(10 ** (power / 10) for power in range(-40, 30))]
-        corrected = [corrections.corrected_s("n", "prefill", size) for size in sizes]
+        corrected = [corrections.of("n").prefill.corrected_s(size) for size in sizes]
         assert all(shorter < longer for shorter, longer in pairwise(corrected))
 
 
@@ -125,14 +122,15 @@ def test_prompts_of_one_size_say_nothing_of_others() -> None:
     corrections, rng = Corrections(), random.Random(3)
     for _ in range(200):
         corrections.observe("n", "prefill", rng.uniform(0.98, 1.02), rng.uniform(1.8, 2.2))
-    assert corrections.corrected_s("n", "prefill", 0.05) == pytest.approx(0.1, rel=0.1)
-    assert corrections.corrected_s("n", "prefill", 20.0) == pytest.approx(40.0, rel=0.1)
+    assert corrections.of("n").prefill.corrected_s(0.05) == pytest.approx(0.1, rel=0.1)
+    assert corrections.of("n").prefill.corrected_s(20.0) == pytest.approx(40.0, rel=0.1)
 
 
 def test_a_run_of_prompts_is_of_their_mean_size() -> None:
     corrections = Corrections()
     corrections.observe("n", "prefill", 8.0, 16.0, count=8)
-    assert corrections.trend("n", "prefill") == (0.0, 1.0)
+    known = corrections.of("n").prefill
+    assert (known.trend, known.usual_s) == (0.0, 1.0)
     assert corrections.ratio("n", "prefill") == pytest.approx(2.0)
 
 
@@ -140,10 +138,11 @@ def test_what_was_learned_is_made_again_to_the_bit() -> None:
     corrections, again, rng = Corrections(), Corrections(), random.Random(4)
     for _ in range(30):
         corrections.observe("n", "prefill", 10 ** rng.uniform(-2, 1), 10 ** rng.uniform(-2, 1))
-    again.restore("n", "prefill", corrections.ratio("n", "prefill"), *corrections.trend("n", "prefill"))
+    known = corrections.of("n").prefill
+    again.restore("n", "prefill", known.ratio, known.trend, known.usual_s)
     for power in range(-30, 20):
         size = 10 ** (power / 10)
-        assert again.corrected_s("n", "prefill", size) == corrections.corrected_s("n", "prefill", size)
+        assert again.of("n").prefill.corrected_s(size) == corrections.of("n").prefill.corrected_s(size)
 
 
 def test_a_relaxed_correction_comes_back_to_the_profile() -> None:
@@ -151,19 +150,19 @@ def test_a_relaxed_correction_comes_back_to_the_profile() -> None:
     for size in (0.1, 1.0, 10.0) * 10:
         corrections.observe("n", "prefill", size, another_machine_s(size))
     corrections.relax(0.0)
-    assert corrections.corrected_s("n", "prefill", 0.1) == 0.1
-    assert corrections.corrected_s("n", "prefill", 10.0) == 10.0
+    assert corrections.of("n").prefill.corrected_s(0.1) == 0.1
+    assert corrections.of("n").prefill.corrected_s(10.0) == 10.0
 
 
 def test_added_seconds_are_learned_and_one_stall_is_not_believed() -> None:
     corrections = Corrections()
     for _ in range(20):
         corrections.observe_added("n", 0.004)
-    assert corrections.added_s("n") == pytest.approx(0.004)
+    assert corrections.of("n").added_s == pytest.approx(0.004)
     corrections.observe_added("n", 5.0)
-    assert corrections.added_s("n") < 0.01
+    assert corrections.of("n").added_s < 0.01
     corrections.forget("n")
-    assert corrections.added_s("n") == 0.0
+    assert corrections.of("n").added_s == 0.0
 
 
 def test_what_was_doubted_is_believed_again_after_a_few_measurements() -> None:
