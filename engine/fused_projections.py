@@ -152,8 +152,13 @@ def quantized_product(
     group: int,
     counters: torch.Tensor,
 ) -> torch.Tensor:
-    """Return rows @ weight.T of a `QuantizedWeight`; `blocks` are `block_product`'s. Opaque, as `product`."""
+    """Return rows @ weight.T of a `QuantizedWeight`. Opaque, as `product`.
+
+    Args:
+        blocks: Those of `block_product`, which takes rows of bfloat16."""
     by_channels = levels.dtype == torch.float8_e4m3fn and scales.shape[1] == 1
+    if rows.dtype != torch.bfloat16:
+        blocks = None
     is_rounded = by_channels or blocks is not None
     most = MAX_UNROUNDED_ROWS if is_rounded else most_rows(rows.device, MAX_QUANTIZED_ROWS)
     if rows.shape[0] <= most:

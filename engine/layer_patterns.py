@@ -66,6 +66,9 @@ def require_quick(patterns: Sequence[str], names: Iterable[str]) -> None:
     where = "quantization_config: ignore, targets"
     if tried.stdout:
         raise ConfigError(f"{where}: {tried.stdout}")
+    if tried.returncode > 0:  # not ended by a signal, as for its seconds
+        reason = tried.stderr.strip().rpartition("\n")[2] or f"status {tried.returncode}"
+        raise ConfigError(f"{where}: the patterns could not be tried: {reason:.200}")
     raise ConfigError(
         f"{where}: {len(patterns)} patterns take more than {PROCESSOR_S} s of a processor with the names of "
         f"this model's layers, the first is {patterns[0][:80]!r}; name the layers, or repeat nothing that is "

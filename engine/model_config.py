@@ -56,7 +56,7 @@ def _require_choice(path: Path, config: Any) -> None:
     """Raise ConfigError unless each token can choose as many experts as it shall."""
     count = next((found for name in EXPERTS if isinstance(found := getattr(config, name, None), int)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
-    if count is None or not isinstance(chosen, int):
+    if count is None or not isinstance(chosen, int) or count == chosen == 0:
         return
     if not 1 <= chosen <= count:
         raise ConfigError(f"{path}: config.json: num_experts_per_tok is {chosen}, of {count} experts")

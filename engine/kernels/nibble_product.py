@@ -111,9 +111,10 @@ def nibble_product(
     tiles = tiles or nibble_tiles(num_rows, out_features)
     num_tiles = triton.cdiv(out_features, tiles.columns)
     sizes = num_rows, out_features, in_features, num_units, weight.units_per_group
-    parts = min(tiles.parts, num_units) if num_tiles <= PART_TILES else 1
     height = tiles.rows or max(8, triton.next_power_of_2(num_rows))
-    _row_tile[(num_tiles, parts, triton.cdiv(num_rows, height))](
+    row_tiles = triton.cdiv(num_rows, height)
+    parts = min(tiles.parts, num_units) if num_tiles * row_tiles <= PART_TILES else 1
+    _row_tile[(num_tiles, parts, row_tiles)](
         rows, weight.levels, weight.grid, output, room_for_parts(output, parts), counters, *sizes,
         HALF=half, ROWS=height, COLUMNS=tiles.columns, PARTS=parts, EVEN=in_features % (2 * half) == 0,
         SUMS=num_rows <= SUMMED, num_warps=tiles.warps, num_stages=tiles.stages,

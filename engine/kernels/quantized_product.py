@@ -124,7 +124,8 @@ def levels_product(
         return output
     tiles = tiles or quantized_tiles(num_rows, out_features, rows.element_size())
     num_tiles = triton.cdiv(out_features, tiles.columns)
-    parts = tiles.parts if num_tiles <= PART_TILES else 1
+    row_tiles = triton.cdiv(num_rows, tiles.rows) if tiles.rows else 1
+    parts = tiles.parts if num_tiles * row_tiles <= PART_TILES else 1
     step = min(STEP, group) if num_groups > 1 else STEP
     sides = rows, levels, scales, scales if zeros is None else zeros
     sizes = num_rows, out_features, in_features, num_groups
@@ -135,7 +136,7 @@ def levels_product(
     }  # fmt: skip
     partial = room_for_parts(output, parts)
     if tiles.rows:
-        _row_tile[(num_tiles, parts, triton.cdiv(num_rows, tiles.rows))](
+        _row_tile[(num_tiles, parts, row_tiles)](
             *sides, output, partial, counters, *sizes, ROWS=tiles.rows, EVEN=in_features % step == 0,
             BITS=rows.dtype == torch.bfloat16 and subtracts_bfloat16(rows.device),
             SUMS=num_rows <= SUMMED, **shared,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 PART_TILES = 512
-"""Tiles of outputs, at most, of a weight whose inputs are shared out."""
+"""Tiles of a product, at most, whose inputs are shared out: each has a counter."""
 
 
 class Tiles(NamedTuple):

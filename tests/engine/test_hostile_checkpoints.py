@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GraniteMoeHybridConfig
 
 from base.clock import SystemClock
 from base.config import EngineConfig
@@ -16,6 +17,7 @@ from base.errors import ConfigError
 from engine import layer_patterns
 from engine.build import build_engine
 from engine.layer_patterns import LayerNames, require_quick
+from engine.model_config import model_config
 from engine.model_store import CONFIG_BYTES, prepare
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 from engine.weights import load_model
@@ -146,6 +148,13 @@ def test_entries_that_are_no_patterns_are_refused() -> None:
     require_quick([r".*mlp\.(gate|up)_proj$", r"^(?!visual)"], names)
 
 
+def test_what_ends_a_trial_of_patterns_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_patterns.sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match="could not be tried") as caught:
+        require_quick(["a"], ["a"])
+    assert "of a processor" not in str(caught.value)
+
+
 def test_layers_are_named_by_name_by_kind_and_by_pattern() -> None:
     layer = "model.layers.0.mlp.up_proj"
     for entries in ([layer], ["Linear"], [r"re:.*mlp\.(gate|up)_proj"], ["re:model"]):
@@ -206,6 +215,11 @@ def test_groups_of_experts_that_do_not_fit_are_refused(
     make_family("deepseek_v3").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason):
         serve(changed(tmp_path, lambda config: config.update(changes)))
+
+
+def test_a_model_without_experts_of_a_family_that_has_some_is_described(tmp_path: Path) -> None:
+    GraniteMoeHybridConfig(num_local_experts=0, num_experts_per_tok=0).save_pretrained(tmp_path)
+    assert model_config(tmp_path).num_local_experts == 0
 
 
 def test_experts_of_other_sizes_than_the_configuration_are_refused_before_room_is_made(

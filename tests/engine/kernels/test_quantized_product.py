@@ -1,13 +1,17 @@
 """Products by weights of few bits are products by the weights written out."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from engine import fused_projections
 from engine.fused_projections import QuantizedProduct, has_block_products
 from engine.integer_product import rounded_rows
+from engine.kernels import quantized_product
 from engine.kernels.quantized_product import MAX_ROWS, SUMMED, levels_product, written_out
 from engine.kernels.round_rows import ALIGNED, round_groups, round_rows
-from engine.kernels.shared_sums import Tiles, part_counters
+from engine.kernels.shared_sums import Tiles, part_counters, room_for_parts
 from engine.quantized_linear import QuantizedLinear
 from engine.quantized_weight import QuantizedWeight, WeightFormat, block_scales, quantized, widened
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
@@ -57,6 +61,26 @@ def test_programs_that_share_the_inputs_leave_their_sum(parts: int, is_grouped: 
     assert relative_error(output, rows @ weight.dequantized().t()) < tolerance(torch.float32)
     assert torch.equal(output, levels_product(rows, *parts_of, COUNTERS, tiles))
     assert not COUNTERS.any()
+
+
+def test_inputs_are_not_shared_where_tiles_of_rows_and_outputs_are_more_than_counters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantized_product, "PART_TILES", 4)
+    counters = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    weight = made(WeightFormat.INT8, 70, 640)
+    rows = torch.randn(40, 640, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    shared: list[int] = []
+
+    def noted(output: torch.Tensor, parts: int) -> torch.Tensor:
+        shared.append(parts)
+        return room_for_parts(output, parts)
+
+    monkeypatch.setattr(quantized_product, "room_for_parts", noted)
+    for height in (64, 32):  # three tiles, and six
+        tiles = Tiles(32, 2, 4, 2, height)
+        levels_product(rows, weight.levels, weight.scales, weight.zeros, weight.group, counters, tiles)
+    assert shared == [2, 1]
 
 
 def test_zero_points_that_are_not_as_scales_are_refused_by_name() -> None:
@@ -161,6 +185,15 @@ def test_blocks_are_seen_where_128_outputs_share_a_scale() -> None:
     assert block_scales(weight) is None
     assert block_scales(of_blocks(256, 384).outputs(0, 200)) is None
     assert block_scales(made(WeightFormat.FP8, 256, 384)) is None
+
+
+def test_rows_of_another_dtype_than_bfloat16_are_not_multiplied_by_blocks() -> None:
+    weight, rows = of_blocks(128, 256), torch.randn(20, 256, device=DEVICE)
+    blocks, sides = block_scales(weight), (rows, weight.levels, weight.scales, None)
+    assert blocks is not None
+    with patch.object(fused_projections, "block_product", side_effect=AssertionError):
+        output = fused_projections.quantized_product(*sides, blocks, weight.group, COUNTERS)
+    assert relative_error(output, rows @ weight.dequantized().t()) < tolerance(torch.float32)
 
 
 @pytest.mark.skipif(not has_block_products(torch.device(DEVICE)), reason="needs a Hopper GPU")
