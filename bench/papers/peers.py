@@ -22,6 +22,7 @@ All look at every node, as the originals do.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,12 @@ class Node:
     """Leading blocks of the prompt that it holds."""
     choice: PrefillChoice
     """What it would take, by our cost model; most rules do not look."""
+    cost: CostModel
+
+    @property
+    def queued_tokens(self) -> float:
+        """Tokens of its queued prompts that are to be computed."""
+        return tokens_to_compute(self.state, self.cost)
 
 
 Rule = Callable[[PlacementRequest, list[Node], ClusterView], Node]
@@ -65,7 +72,7 @@ def dynamo(request: PlacementRequest, nodes: list[Node], view: ClusterView) -> N
     """Return the node with the fewest blocks to compute, its queue's and the prompt's."""
 
     def cost(node: Node) -> tuple[float, int]:
-        blocks = node.state.queued_tokens / view.block_size + len(request.chain) - node.matched
+        blocks = node.queued_tokens / view.block_size + len(request.chain) - node.matched
         return max(0.0, blocks), node.state.slot
 
     return min(nodes, key=cost)
@@ -84,7 +91,7 @@ def llm_d(request: PlacementRequest, nodes: list[Node], view: ClusterView) -> No
     def cost(node: Node) -> tuple[float, int]:
         prefix = node.matched / max(1, len(request.chain))
         queue = 1.0 - (node.state.num_queued - shortest) / spread if spread else 1.0
-        load = 1.0 - min(1.0, node.state.queued_tokens / LLMD_FULL_TOKENS)
+        load = 1.0 - min(1.0, node.queued_tokens / LLMD_FULL_TOKENS)
         return -(LLMD_PREFIX_WEIGHT * prefix + LLMD_QUEUE_WEIGHT * queue + load), node.state.slot
 
     return min(nodes, key=cost)
@@ -145,6 +152,21 @@ RULES: dict[str, Rule] = {
 }
 
 
+def tokens_to_compute(node: NodeState, cost: CostModel) -> float:
+    """Return the tokens of a node's queued prompts without what is matched of them, about.
+
+    The view has whole prompts, and the seconds that they are predicted to take: so many tokens of each are
+    computed as take those seconds after the rest of a prompt of mean length."""
+    if not node.num_queued:
+        return 0.0
+    length = node.queued_tokens // node.num_queued
+    mean_s = node.queued_s / node.num_queued / node.learned.prefill.ratio
+    new_tokens = bisect_left(
+        range(length), mean_s, key=lambda tokens: cost.prefill_s(tokens, length - tokens)
+    )
+    return float(new_tokens * node.num_queued)
+
+
 def peer_policy(name: str) -> PrefillPolicy:
     """Return the rule of a peer, one of RULES, as a policy."""
     rule = RULES[name]
@@ -161,7 +183,8 @@ def peer_policy(name: str) -> PrefillPolicy:
         nodes = []
         for slot in bits_of(view.prefill_mask):
             choice = candidate(request, slot, depths.get(slot, 0), view, cost, now_s)
-            nodes.append(Node(view.node_at(slot), choice.local_blocks, choice))
+            state = view.node_at(slot)
+            nodes.append(Node(state, choice.local_blocks, choice, cost))
         return rule(request, nodes, view).choice
 
     return choose
