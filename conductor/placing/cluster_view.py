@@ -369,8 +369,9 @@ class ClusterView:
     def settle(self, now_s: float) -> None:
         """Bring what changes by itself up to a moment, before anything is chosen."""
         for slot in self.prefill_order.settle(now_s):
-            if overdue_s := self.node_at(slot).overdue_s:
-                self.prefill_order.set(slot, now_s + overdue_s)
+            node = self.node_at(slot)
+            if overdue_s := node.overdue_s:
+                self.prefill_order.set(slot, now_s + overdue_s + node.foreign_queue_s)
         is_dear = self.room_price.price > 1.0  # else the mean of many decode times is for nobody
         self.room_price.settle(now_s, self.projection.decode_s if is_dear else inf)
         if self.corrections.changed:
@@ -390,10 +391,8 @@ class ClusterView:
         if missed:
             last = request.num_tokens - 1
             prefix, end = min(depth * self.block_size, last), min((depth + missed) * self.block_size, last)
-            prefill_s = self._cost.prefill_s
-            seconds = prefill_s(request.num_tokens - prefix, prefix) - prefill_s(
-                request.num_tokens - end, end
-            )
+            prefill_s, tokens = self._cost.prefill_s, request.num_tokens
+            seconds = prefill_s(tokens - prefix, prefix) - prefill_s(tokens - end, end)
             price.recomputed(chain, depth, missed, max(0.0, seconds))
 
     def _join_queue(self, flight: InFlight, start_s: float) -> None:

@@ -148,13 +148,15 @@ def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> b
     return has_prompts and view.prefill_order.value(slot) - now_s > settings.ahead_s
 
 
-def try_again_at_s(view: ClusterView, settings: SchedulerSettings, now_s: float) -> float:
+def try_again_at_s(
+    view: ClusterView, settings: SchedulerSettings, now_s: float, decodes: bool = True
+) -> float:
     """Return when a queue will have become short enough, so that those who wait are tried again.
 
-    Infinity: there is no prefill node.
+    Infinity: a role has no node that a request needs, which `decodes` or does not, and no time brings one.
     """
     slot = view.prefill_order.least(view.prefill_mask)
-    if slot is None:
+    if slot is None or view.missing_role(decodes) is not None:
         return inf
     return max(view.prefill_order.value(slot) - settings.ahead_s, now_s + SHORTEST_TRY_S)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ChainOf
+from dataclasses import replace
 from itertools import islice
 from math import inf
 
@@ -74,8 +75,8 @@ class SimCluster:
         self._num_begun = 0
         """Attempts, of all requests."""
         self._conductors = [
-            SimConductor(self._cost, options, self._at, self._placed, self._refused, placer)
-            for _ in range(options.conductors)
+            SimConductor(self._cost, each, self._at, self._placed, self._refused, placer)
+            for each in (replace(options, seed=options.seed + at) for at in range(options.conductors))
         ]
         self.views = [conductor.view for conductor in self._conductors]
         self.view = self.views[0]

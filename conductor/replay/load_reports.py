@@ -43,7 +43,8 @@ class LoadReports:
 
     def placed(self, request: SimRequest, now_s: float) -> None:
         """Note a request that its conductor has just placed."""
-        self._to_decode[request.placement.decode_node][request] = None
+        if request.placement.decode_node != request.placement.prefill_node:  # else its engine counts it
+            self._to_decode[request.placement.decode_node][request] = None
         self.went_on(request, now_s)
 
     def ended(self, request: SimRequest, now_s: float) -> None:

@@ -258,7 +258,7 @@ class Dispatcher:
         self._view.num_waiting = len(self.queue)
         turn = turn_of(state.slo, ahead_s, self._view, self._settings, now_s, state.decodes)
         if turn is Turn.LATER:
-            self._try_later(now_s)
+            self._try_later(now_s, state.decodes)
             return False
         root = self._membership.chain_root(state.request)
         chain = state.sparing_chain(self._view.block_size, root)
@@ -269,7 +269,7 @@ class Dispatcher:
                 self._decided(attempt, asked, result, now_s)
                 raise LostError("no decode node is large enough to go on with it")
             state.is_promised = isinstance(result, Placement)
-            self._try_later(now_s)
+            self._try_later(now_s, state.decodes)
             return False
         self._decided(attempt, asked, result, now_s)
         if isinstance(result, Rejection):
@@ -333,9 +333,9 @@ class Dispatcher:
         if self.queue.pump(self._clock.now_s(), TRIED_TOGETHER):
             asyncio.get_running_loop().call_soon(self._pump)
 
-    def _try_later(self, now_s: float) -> None:
+    def _try_later(self, now_s: float, decodes: bool) -> None:
         """Have those who wait tried when a queue will have become short enough, though nothing happens."""
-        at_s = try_again_at_s(self._view, self._settings, now_s)
+        at_s = try_again_at_s(self._view, self._settings, now_s, decodes)
         if at_s >= self._next_try_at_s:
             return
         if self._next_try is not None:

@@ -243,6 +243,22 @@ def test_prompts_that_were_to_be_done_and_are_not_hold_their_node_up() -> None:
     assert require_placement(place(asked, view, COST, ends_s + 2.0)).prefill_node == "p0"
 
 
+def test_another_conductors_prompts_are_behind_own_ones_that_are_overdue() -> None:
+    view = make_view(1, 1)
+    for number in range(2):
+        request = make_request(f"r{number}", blocks=20, first_block=100 * number)
+        view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    beat = make_heartbeat(num_waiting=3, num_queued_tokens=60 * 512)
+    view.heartbeat(NodeId("p0"), beat, 0.0)
+    node, ends_s = view.node(NodeId("p0")), view.prefill_order.value(0)
+    assert node.foreign_queue_s > 1.0
+    late_s = ends_s + 0.01
+    view.settle(late_s)
+    assert view.prefill_order.value(0) == pytest.approx(late_s + node.overdue_s + node.foreign_queue_s)
+    view.heartbeat(NodeId("p0"), beat, late_s)
+    assert view.prefill_order.value(0) == pytest.approx(late_s + node.overdue_s + node.foreign_queue_s)
+
+
 def test_a_prompt_that_is_late_by_what_a_message_takes_holds_nobody_up() -> None:
     view = make_view(1, 1)
     request = make_request(blocks=1)

@@ -11,6 +11,7 @@ from base.request import NodeId
 from bench.conformance_virtual import NUM_BLOCKS, STUB, even, offer
 from bench.virtual_cluster import MODEL_ID, node_infos, virtual_conductors
 from bench.virtual_loop import run as run_virtually
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.placement import UNBOUNDED
@@ -62,6 +63,24 @@ def test_conductors_that_hear_of_each_other_are_little_later_than_one() -> None:
     one, two, four = (fmean(run(trace, "4P4D", conductors=count).outcomes.ttft_s) for count in (1, 2, 4))
     assert one < two
     assert max(two, four) < 1.35 * one
+
+
+def test_conductors_that_choose_at_random_do_not_choose_alike() -> None:
+    ours = run(small_trace(200, 2.0), "4P4D", conductors=2, policy="random").outcomes
+    chosen = dict(zip(ours.number, ours.prefill_node, strict=True))
+    alike = [chosen[number] == chosen[number + 1] for number in range(0, 200, 2)]
+    assert sum(alike) < 50
+
+
+def test_a_prompt_that_decodes_where_it_is_computed_is_reported_once(monkeypatch) -> None:
+    beats = []
+    monkeypatch.setattr(ClusterView, "heartbeat", lambda view, node_id, beat, now_s: beats.append(beat))
+    trace = Trace("one", 512, small_trace(2).requests[:1])
+    cluster = run(trace, "1P0D", conductors=2)
+    held = max(beat.num_held_blocks for beat in beats)
+    asked = trace.requests[0].num_tokens + trace.requests[0].output_tokens
+    assert cluster.outcomes.num_completed == 1
+    assert 0 < held <= asked // 512 + 1
 
 
 def live_logs(folder, rate: float):

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from base.config import EngineConfig
-from base.errors import RejectedError
+from base.errors import RejectedError, UnavailableError
 from base.request import Request, RequestId, SamplingParams, StopParams
 from bench.overload import (
     CAPACITY,
@@ -20,7 +20,9 @@ from bench.overload import (
 )
 from bench.virtual_cluster import COST, node_infos, virtual_cluster
 from bench.virtual_loop import run
+from conductor.placing.scheduler import turn_of
 from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.serving import dispatch
 
 SETTINGS = SchedulerSettings(ttft_headroom=0.85, ahead_s=0.1)
 OVERLOAD_S = 8.0
@@ -150,3 +152,22 @@ def test_who_waits_is_placed_when_the_queue_is_short_enough_though_no_node_says_
 
     placed_s, (first_s, _) = run(scenario)
     assert first_s - placed_s == pytest.approx(0.5, abs=0.05)
+
+
+def test_who_waits_for_a_role_is_not_tried_all_the_time(monkeypatch):
+    tried_s = []
+
+    async def scenario(clock):
+        def noted(*arguments):
+            tried_s.append(clock.now_s())
+            return turn_of(*arguments)
+
+        monkeypatch.setattr(dispatch, "turn_of", noted)
+        async with virtual_cluster(clock, SETTINGS, node_infos(1, 0)) as (dispatcher, _):
+            asked = Request(RequestId("r"), (1,) * 100, SamplingParams(), StopParams(1))
+            with pytest.raises(UnavailableError, match="no decode node"):
+                await anext(dispatcher.generate(asked))
+            return clock.now_s()
+
+    assert run(scenario) >= 10.0
+    assert 1 <= len(tried_s) < 10
