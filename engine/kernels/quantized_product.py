@@ -47,7 +47,10 @@ STEP = 128
 """Inputs that a program takes at once, at most."""
 
 FEW = 16
-"""Number of rows up to which the weight is the right side of the product."""
+"""Number of rows up to which the weight is the right side of the product.
+
+With the weight on the left a product by 8-bit floats in groups took 0.99 to 1.13 of the time for 8 and 16
+rows, and by int8 0.93 to 0.95 for 8 rows and 1.06 to 1.10 for 16 (one H100)."""
 
 NARROW = 8192
 """Outputs up to which too few programs would be busy, each with all inputs."""
