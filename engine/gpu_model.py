@@ -17,7 +17,7 @@ from engine.expert_load import ExpertCounts
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
-from engine.kernels.decode_parts import PROGRAMS_WANTED, decode_parts
+from engine.kernels.decode_parts import FEW_HEADS, PROGRAMS, SCALED_PROGRAMS, decode_parts
 from engine.kernels.paged_latents import DECODE_PROGRAMS, head_groups
 from engine.kernels.step_inputs import step_inputs
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
@@ -128,7 +128,9 @@ class GpuModel:
         if not len(views.single_lens):
             # As long as the chunks, which are two at least: of nothing, the compiler would make a variant.
             return views.chunk_lens
-        return decode_parts(views.single_lens, self._heads.groups, self._heads.programs)
+        groups = self._heads.groups
+        programs = self._heads.programs[len(views.single_lens) * groups > FEW_HEADS]
+        return decode_parts(views.single_lens, groups, programs)
 
 
 class HeadsRead(NamedTuple):
@@ -137,8 +139,8 @@ class HeadsRead(NamedTuple):
     queries: int
     groups: int
     """Groups of query heads that read KV once for all of them."""
-    programs: int
-    """Number of programs among which the contexts of a step's sequences are divided."""
+    programs: tuple[int, int]
+    """Programs among which the contexts of a step's sequences are divided, up to `FEW_HEADS` and above."""
     widths: tuple[int, int, int]
     """Heads, and numbers of K and of V in each, as long chunks are attended to."""
 
@@ -150,12 +152,13 @@ def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> Hea
         if (latents := heads_of(module)) is not None:
             rotary = cache.field("rotary_key").shape[-1]
             widths = layout.num_heads, latents.nope_dim + rotary, latents.value_dim
-            return HeadsRead(layout.num_heads, head_groups(layout.num_heads), DECODE_PROGRAMS, widths)
+            return HeadsRead(layout.num_heads, head_groups(layout.num_heads), (DECODE_PROGRAMS,) * 2, widths)
     width = layout.fields[0].width
     config = model.config.get_text_config()
     num_ranks = max(1, (getattr(config, "num_key_value_heads", None) or num_heads) // layout.num_heads)
     widths = layout.num_heads, width, width
-    return HeadsRead(num_heads // num_ranks, layout.num_heads, PROGRAMS_WANTED, widths)
+    programs = SCALED_PROGRAMS if cache.has("scale") else PROGRAMS
+    return HeadsRead(num_heads // num_ranks, layout.num_heads, programs, widths)
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -16,23 +16,27 @@ MAX_SPLITS = tl.constexpr(32)
 """Most parts of a sequence. At batch 1, 8 KV heads and 1,088 tokens 32 take 8.0 us, 64 8.4 (H200,
 2026-11-21)."""
 
-PROGRAMS_WANTED = 512
-"""Number of programs with work, among which all contexts are divided.
+FEW_HEADS = 128
+"""KV heads of all sequences up to which a step takes as long as one program with its part."""
 
-On the same H200, of equal lengths, best at batch 8 are 8 parts (16.4 us), at 64 one (69.2 us, two 76.1)."""
+PROGRAMS = 384, 512
+SCALED_PROGRAMS = 512, 512
+"""Programs with work, among which all contexts are divided, in steps of few heads and of more; the latter
+for KV of 8 bits.
+
+One H200, 8 KV heads of 128, equal lengths of 1,090: best at batch 8 are 6 parts (14.9 us, 8 parts 16.3), at
+64 one (69.2 us, two 76.1). 384 are three for each multiprocessor, all of which are under way at once."""
 
 LEAST_TOKENS = 64
 """Least length of a part."""
 
 
-def num_items(num_seqs: int, num_kv_heads: int, programs: int = PROGRAMS_WANTED) -> int:
+def num_items(num_seqs: int, num_kv_heads: int, programs: int = PROGRAMS[1]) -> int:
     """Return the largest number of parts that any lengths make."""
     return num_seqs + -(-programs // num_kv_heads)
 
 
-def decode_parts(
-    context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS_WANTED
-) -> torch.Tensor:
+def decode_parts(context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS[1]) -> torch.Tensor:
     """Return the parts of a step.
 
     Args:

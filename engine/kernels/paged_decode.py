@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from engine.attention import AttentionRule
-from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
+from engine.kernels.decode_parts import FEW_HEADS, MAX_SPLITS, decode_parts
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.paged_layer import kernel_constants, require_new_rows, require_paged_layer
 from engine.kernels.scaled_rows import SCALE_WIDTH, _multiplied, _scaled, _stored
@@ -40,21 +40,26 @@ class DecodeTiles:
     num_stages: int
 
 
-def decode_tiles(row_bytes: int, scaled_heads: int = 0) -> DecodeTiles:
+def decode_tiles(row_bytes: int, heads: int, is_scaled: bool = False) -> DecodeTiles:
     """Choose a launch.
 
     Args:
         row_bytes: Bytes of one head of one token as computed, padded to a power of two.
-        scaled_heads: KV heads of all sequences if they are of 8 bits, otherwise 0.
+        heads: KV heads of all sequences.
+        is_scaled: Whether they are of 8 bits.
     """
     tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     # One H200, 8 heads of 128, contexts of 1,090 tokens. 256 sequences: 282 us with two warps, 333 with four.
     # Of 8 bits, whose block's number and scale are read first, the loads of five stages are under way soon
     # enough: 150 us, of four 176. With one warp and half the tokens 96 sequences take 73 us, with two 95; of
-    # 64 sequences 70, with two 53. Heads of 256 want two warps always: 55 us against 97.
-    if not scaled_heads:
+    # 64 sequences 70, with two 53. Heads of 256 want two warps always: 55 us against 97. Few sequences wait
+    # for one program's tiles: with half the tokens of each and five stages 1, 4 and 8 sequences take 0.94,
+    # 0.83 and 0.92 of the time, and heads of 64 with one warp 0.79 and 0.82.
+    if not is_scaled:
+        if heads <= FEW_HEADS and row_bytes <= 256:
+            return DecodeTiles(tokens // 2, num_warps=max(1, row_bytes // 128), num_stages=5)
         return DecodeTiles(tokens, num_warps=2, num_stages=3)
-    if scaled_heads >= 768 and row_bytes <= 256:
+    if heads >= 768 and row_bytes <= 256:
         return DecodeTiles(tokens // 2, num_warps=1, num_stages=5)
     return DecodeTiles(tokens, num_warps=2, num_stages=5)
 
@@ -74,15 +79,14 @@ def paged_decode(
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence over its paged KV.
 
-    Arguments and result are those of `attention.py : paged_decode_attention`, with head_dim contiguous; block
-    table entries past a sequence's last block are not read, and a context of 0 is padding, whose output is
-    zeros.
+    Arguments and result are those of `attention.py : paged_decode_attention`, with head_dim contiguous; no
+    table is read past a sequence's last block, and a context of 0 is padding, whose output is zeros.
 
     Args:
         output: Written; None allocates.
         added: K and V of the new tokens, each [num_seqs, num_kv_heads, head_dim]; they are written to the
             cache. None: they are there already.
-        parts: `decode_parts` of `context_lens` and the layer's KV heads, which layers share; None: made here.
+        parts: `decode_parts` of the lengths and KV heads, not by the last kernel; None: made here.
         scales: Those of a layer of 8 bits, [num_blocks, num_kv_heads, SCALE_WIDTH]; None: it is not scaled.
 
     Raises ValueError for a shape, stride or dtype that the kernel does not take."""
@@ -93,10 +97,11 @@ def paged_decode(
     num_kv_heads = kv_cache.shape[3]
     constants = kernel_constants(query, kv_cache, rule, sinks, scales)
     row_bytes = constants["DIM_PAD"] * query.element_size()
-    tiles = tiles or decode_tiles(row_bytes, num_seqs * num_kv_heads * (scales is not None))
+    tiles = tiles or decode_tiles(row_bytes, num_seqs * num_kv_heads, scales is not None)
     if scales is not None:  # a tile of one block has one scale
         tiles = replace(tiles, tokens=math.gcd(tiles.tokens, kv_cache.shape[2]))
     output = query.new_empty(query.shape) if output is None else output
+    overlap = {"OVERLAPS": False} if parts is None else overlapping(query.device)
     parts = decode_parts(context_lens, num_kv_heads) if parts is None else parts
     num_items = parts.shape[0] - 2 * num_seqs
     partial = output.new_empty((num_items, num_heads, head_dim), dtype=torch.float32)
@@ -111,7 +116,7 @@ def paged_decode(
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:4],
         0 if scales is None else scales.stride(0), block_tables.stride(0), **constants, TILE=tiles.tokens,
         ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlapping(query.device),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlap,
     )  # fmt: skip
     _join_parts[join_grid(num_heads, num_seqs)](
         partial, log_sums, context_lens, parts, num_items, num_heads, sinks, output,
@@ -179,19 +184,20 @@ def _decode_part(
     TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
+    # What a step is made of lies there since before the last kernel: it is read while that one ends.
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     part = tl.load(parts + item)
-    if part < 0:
-        return
-    seq = (part // MAX_SPLITS).to(tl.int64)
+    seq = (tl.maximum(part, 0) // MAX_SPLITS).to(tl.int64)
     count = tl.load(parts + num_items + seq)
     length = tl.load(context_lens + seq)
-    first, span = _part_span(length, count, WINDOW, TILE)
+    first, span = _part_span(length, tl.maximum(count, 1), WINDOW, TILE)
     begin = first + part % MAX_SPLITS * span
     end = tl.minimum(begin + span, length)
     is_last = end == length
+    _await_inputs(OVERLAPS)
+    if part < 0:
+        return
     if begin >= end:
         return
     rows = tl.arange(0, GROUP_PAD)
@@ -300,11 +306,8 @@ def _join_parts(
     TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    _await_inputs(OVERLAPS)
     seq = tl.program_id(1).to(tl.int64)
     count = tl.load(parts + num_items + seq)
-    if count == 1:
-        return
     length = tl.load(context_lens + seq)
     first, span = _part_span(length, tl.maximum(count, 1), WINDOW, TILE)
     splits = tl.arange(0, MAX_SPLITS)
@@ -312,6 +315,9 @@ def _join_parts(
     # parts with nothing to do wrote nothing
     wrote = (splits < count) & (first + splits * span < length)
     item = tl.load(parts + num_items + tl.num_programs(1) + seq) + splits
+    _await_inputs(OVERLAPS)
+    if count == 1:
+        return
     for head in range(tl.program_id(0), num_heads, tl.num_programs(0)):
         at = item.to(tl.int64) * num_heads + head
         log_sum = tl.load(log_sums + at, mask=wrote, other=float("-inf"))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from base.kv_layout import Spread
 from engine.attention import AttentionRule
-from engine.kernels.decode_parts import LEAST_TOKENS, MAX_SPLITS, PROGRAMS_WANTED, num_items
+from engine.kernels.decode_parts import LEAST_TOKENS, MAX_SPLITS, PROGRAMS, num_items
 from engine.kernels.sample_rows import TILE
 from engine.kernels.sum_words import KEY_STEP, OTHER_KEY
 from engine.step_memory import POSITION
@@ -116,7 +116,7 @@ def paged_prefill_definition(
 
 
 def decode_parts_definition(
-    context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS_WANTED
+    context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS[1]
 ) -> torch.Tensor:
     """The readable definition; arguments and result as `decode_parts`."""
     lens = context_lens.tolist()

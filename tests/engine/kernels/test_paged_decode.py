@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
 from engine.kernels import paged_decode as paged_decode_module
-from engine.kernels.decode_parts import MAX_SPLITS, decode_parts, num_items
-from engine.kernels.paged_decode import DecodeTiles, join_grid, paged_decode
+from engine.kernels.decode_parts import FEW_HEADS, MAX_SPLITS, decode_parts, num_items
+from engine.kernels.paged_decode import DecodeTiles, decode_tiles, join_grid, paged_decode
 from tests.engine.definitions import decode_parts_definition, paged_decode_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
@@ -81,6 +81,22 @@ def test_a_program_joins_the_parts_of_several_heads(monkeypatch: pytest.MonkeyPa
 
 def test_heads_of_many_sequences_share_programs() -> None:
     assert [join_grid(32, seqs) for seqs in (1, 64, 256, 1000)] == [(32, 1), (8, 64), (2, 256), (1, 1000)]
+
+
+def test_few_heads_read_smaller_tiles_with_more_loads_under_way_than_many() -> None:
+    few, many = decode_tiles(256, FEW_HEADS), decode_tiles(256, FEW_HEADS + 1)
+    assert (few.tokens, few.num_stages) == (many.tokens // 2, 5)
+    assert decode_tiles(128, 8).num_warps == 1
+    for row_bytes, is_scaled in ((512, False), (256, True)):
+        few, many = (decode_tiles(row_bytes, heads, is_scaled) for heads in (FEW_HEADS, FEW_HEADS + 1))
+        assert few == many
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+def test_the_tiles_of_few_heads_agree(dtype: torch.dtype) -> None:
+    for head_dim in (64, 128):
+        tiles = decode_tiles(head_dim * dtype.itemsize, 2)
+        assert_agrees([70, 0, 3, 131], head_dim=head_dim, dtype=dtype, tiles=tiles, programs=8)
 
 
 @pytest.mark.parametrize("programs", [2, 64])
