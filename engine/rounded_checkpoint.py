@@ -32,7 +32,7 @@ from engine.weights import write_tensors
 
 log = logging.getLogger(__name__)
 
-ROUNDING = "2"
+ROUNDING = "3"
 """Part of a folder's name; grows when the same floats become other levels."""
 
 LOGITS = "source_logits.npy"

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from engine.quantized_weight import (
+    SMALL,
     QuantizedWeight,
     WeightFormat,
     are_alike,
+    four_bit_group,
     packed,
     quantized,
     stacked,
@@ -48,8 +50,8 @@ def test_shares_of_ranks_are_the_whole(weight_format: WeightFormat) -> None:
 
 
 def test_a_share_that_cuts_a_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="group of 128"):
-        quantized(WEIGHT, WeightFormat.INT4).inputs(64, 64)
+    with pytest.raises(ValueError, match="group of 32"):
+        quantized(WEIGHT, WeightFormat.INT4).inputs(16, 64)
 
 
 def test_layers_of_one_input_are_put_together() -> None:
@@ -68,6 +70,15 @@ def test_blocks_at_the_end_may_be_smaller() -> None:
     levels = torch.ones(2, 320, dtype=torch.int8)
     weight = QuantizedWeight(WeightFormat.INT8, levels, torch.tensor([[1.0, 2.0, 3.0]] * 2), 128)
     assert weight.dequantized()[0].tolist() == [1.0] * 128 + [2.0] * 128 + [3.0] * 64
+
+
+def test_small_weights_of_four_bits_have_a_scale_for_fewer_inputs() -> None:
+    assert four_bit_group(2048, 640) == 32
+    assert four_bit_group(2048, 48) == 48
+    assert [four_bit_group(2**15, inputs) for inputs in (4096, 576, 672)] == [128, 64, 32]
+    small, large = torch.randn(16, 256), torch.randn(16, 256).repeat(SMALL // (16 * 256) + 1, 1)
+    assert quantized(small, WeightFormat.INT4).scales.shape[1] == 8
+    assert quantized(large, WeightFormat.INT4).scales.shape[1] == 2
 
 
 def test_four_bits_of_an_odd_number_of_inputs_are_refused() -> None:
