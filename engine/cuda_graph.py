@@ -8,7 +8,8 @@ graph computed is read before the next one runs.
 There are three ladders:
 
     decode steps     sequences of one token
-    mixed steps      all sequences of one token and `GRAPH_CHUNKS` chunks, none long (`long_chunks.py`)
+    mixed steps      all sequences of one token and `GRAPH_CHUNKS` chunks, none long (`long_chunks.py`), or
+                     few tokens after a prefix that is not too long (`MOST_PAIRS`)
     prompts          a long chunk that is alone and has nothing before it: one graph for each group of layers,
                      so that KV leaves while later layers compute (`layer_hooks.py`); others are one graph
 
@@ -26,7 +27,7 @@ import torch
 
 from engine.layer_hooks import LayerHooks, mark_on_stream
 from engine.long_chunks import MIN_TOKENS, STEP_TOKENS, LongChunk, long_chunks
-from engine.step import LayerGroup, StepPlan
+from engine.step import LayerGroup, StepPlan, arrivals_of
 from engine.step_memory import StepShape
 
 GRAPH_CHUNKS = 32
@@ -34,6 +35,19 @@ GRAPH_CHUNKS = 32
 
 MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Ladder of tokens for steps with chunks."""
+
+MOST_PAIRS = 20 * 2**20
+MOST_AFTER_PREFIX = 3072
+"""Pairs of a query and a key, and tokens, up to which a step with a prefix is captured though it is long.
+
+Its attention is slower then, by a nanosecond or three for each pair in all layers, and its launches, which
+take 64 to 184 ms, take nothing. One H200, a chunk after a prefix, ms as launched / captured:
+
+    tokens, prefix    Qwen3-30B-A3B   DeepSeek-V2-Lite   Llama-3.1-8B in fp8
+    1,024, 4,096      184/41          105/37             96/21
+    1,024, 16,384     175/64          105/88             96/37
+    2,048, 4,096      123/63          102/65             64/40
+    2,048, 16,384     106/110         105/167            86/74"""
 
 PROMPT_TOKENS = range(MIN_TOKENS, 4096 + 1, STEP_TOKENS)
 """Ladder of tokens for prompts."""
@@ -151,7 +165,7 @@ class StepGraphs:
         num_chunks = len(plan.entries) - plan.num_single
         if not num_chunks:
             return self._decode
-        if long_chunks(plan):
+        if long_chunks(plan) and not _is_sooner_captured(plan):
             is_prompt = len(plan.entries) == 1 and not plan.entries[0].start
             return self._prompts if is_prompt else []
         return self._mixed if num_chunks <= GRAPH_CHUNKS else []
@@ -165,3 +179,14 @@ class StepGraphs:
             groups.append(LayerGroup(first, count, mark_on_stream()))
         graph.pieces[-1].replay()
         return tuple(groups)
+
+
+def _is_sooner_captured(plan: StepPlan) -> bool:
+    """Return whether launching a step of long chunks takes longer than attending to them as to short ones.
+
+    A prefix that is still coming is not captured: each layer waits for its own part."""
+    chunks = plan.entries[plan.num_single :]
+    if not any(entry.start for entry in chunks) or arrivals_of(plan):
+        return False
+    pairs = sum(entry.num_tokens * (entry.start + entry.num_tokens // 2) for entry in chunks)
+    return pairs <= MOST_PAIRS and plan.num_tokens <= MOST_AFTER_PREFIX

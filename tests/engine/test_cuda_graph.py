@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from engine.arrivals import PrefixArrivals
 from engine.cuda_graph import GRAPH_CHUNKS, PROMPT_CHUNKS, StepGraphs, prompt_ladder
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import LongChunk
 from engine.step import StepEntry, StepPlan
 from engine.step_memory import StepShape
 from tests.engine.builders import make_sequence
+from tests.manual_clock import ManualClock
 
 
 def plan(num_single: int, *chunks: tuple[int, int]) -> StepPlan:
@@ -38,8 +40,11 @@ def make_graphs(run=None, hooks=None, max_prompt: int = 8192) -> StepGraphs:
         (plan(0, (0, 2049)), StepShape(2560, 0, PROMPT_CHUNKS, 8)),
         (plan(0, (0, 4096)), StepShape(4096, 0, PROMPT_CHUNKS, 8)),
         (plan(0, (0, 4097)), None),
-        (plan(0, (4096, 2048)), None),
-        (plan(0, (16, 2048)), None),
+        (plan(0, (4096, 2048)), StepShape(2048, 64, GRAPH_CHUNKS, 8)),
+        (plan(2, (16, 2048), (4096, 1000)), StepShape(3072, 64, GRAPH_CHUNKS, 8)),
+        (plan(0, (16_384, 1024)), StepShape(1024, 64, GRAPH_CHUNKS, 8)),
+        (plan(0, (16_384, 2048)), None),
+        (plan(0, (16, 3073)), None),
         (plan(1, (0, 2048)), None),
         (plan(0, (0, 2048), (0, 2048)), None),
         (plan(0, *[(0, 9)] * (GRAPH_CHUNKS + 1)), None),
@@ -47,6 +52,12 @@ def make_graphs(run=None, hooks=None, max_prompt: int = 8192) -> StepGraphs:
 )
 def test_a_step_takes_the_smallest_graph_of_its_kind(step: StepPlan, expected: StepShape | None) -> None:
     assert make_graphs().shape_of(step) == expected
+
+
+def test_a_prefix_that_is_still_coming_is_waited_for_layer_by_layer() -> None:
+    step = plan(0, (4096, 2048))
+    step.entries[0].sequence.arrivals = PrefixArrivals((1, 1), ManualClock(), first_block=3)
+    assert make_graphs().shape_of(step) is None
 
 
 def test_the_ladder_of_whole_prompts_is_no_longer_than_a_chunk_can_be() -> None:
