@@ -21,7 +21,10 @@ def off_by(model: nn.Module, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_a_model_that_has_read_says_more_nearly_what_it_said(family: str) -> None:
+def test_a_model_that_has_read_says_more_nearly_what_it_said(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.quantized_weight.SMALL", 0)  # scales as weights of models that are served
     model = make_family(family)
     with torch.inference_mode():
         expected = model(LATER).logits
