@@ -96,7 +96,7 @@ def write_config(folder: Path, url: str, form: str) -> None:
 
 
 def events(opencode: Path, folder: Path, home: Path, *arguments: str) -> Iterator[Json]:
-    """Yield what opencode tells of its work; it ends when the caller has heard enough."""
+    """Yield what opencode reports of its work; it ends when the caller has heard enough."""
     command = [str(opencode), "run", "--format", "json", "--agent", "worker", "-m", "conductor/smollm2"]
     environment = {**os.environ, "HOME": str(home), "PWD": str(folder), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
     process = subprocess.Popen(
@@ -112,11 +112,11 @@ def events(opencode: Path, folder: Path, home: Path, *arguments: str) -> Iterato
         process.wait(60)
 
 
-def worked(told: Iterator[Json], num_calls: int) -> Iterator[Json]:
+def worked(reports: Iterator[Json], num_calls: int) -> Iterator[Json]:
     """Yield a row for each turn of the agent, until so many calls have ended."""
     turn: Json = {}
     begun_s = time.monotonic()
-    for event in told:
+    for event in reports:
         part = event.get("part", {})
         if event["type"] == "tool_use":
             state = part["state"]

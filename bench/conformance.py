@@ -258,8 +258,8 @@ def main() -> None:
     about = about_run("grpcio")
     result = measure(arguments)
     for profile, errors in result["median_error"].items():
-        told = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
-        print(f"median error, profile {profile.replace('_', ' ')}: {told}")
+        shown = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
+        print(f"median error, profile {profile.replace('_', ' ')}: {shown}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
 

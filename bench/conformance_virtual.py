@@ -57,7 +57,7 @@ NUM_BLOCKS = 200_000
 
 
 def nothing_between(profile: Profile) -> Profile:
-    """Return nodes that hand over, load and are told in no time, with room for all KV."""
+    """Return nodes that hand over, load and are notified in no time, with room for all KV."""
     return replace(
         profile,
         device_kv_tokens=BLOCK_SIZE * NUM_BLOCKS,
@@ -267,8 +267,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = found[name] = compared(Path(folder), workloads, served)
         for side in ("live", "simulated"):
-            told = ", ".join(f"{key} {value:.4g}" for key, value in row[side].items())
-            print(f"{name:32} {side:10} {told}", flush=True)
+            figures = ", ".join(f"{key} {value:.4g}" for key, value in row[side].items())
+            print(f"{name:32} {side:10} {figures}", flush=True)
     if arguments.json:
         result = {"about": about, "requests": arguments.requests, "seeds": arguments.seeds, "cases": found}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -138,7 +138,7 @@ class Driver:
         return (times[-1] - times[0]) / (steps - 1)
 
     async def _run(self, sequences: list[Sequence]) -> list[float]:
-        """Run sequences to their end; return when each step told its last listener, seconds."""
+        """Run sequences to their end; return when each step notified its last listener, seconds."""
         loop = self._engine.loop
         remaining = set(sequences)
         ended = asyncio.Event()

@@ -4,7 +4,7 @@
 
 `python -m conductor` as it is deployed, stub nodes that take next to no time, and one client
 process. All share the machine's cores, so the rates are of the whole; what the conductor
-itself needs is told as processor time of its process for each request and token, from which
+itself needs is reported as processor time of its process for each request and token, from which
 follows what one core of its own would carry. Rounds of HTTP and gRPC take turns.
 """
 
@@ -103,7 +103,7 @@ class Added:
     conductor_busy: float
     """Processor seconds of its process for each that passed."""
     stolen: float
-    """Of both cores, by other guests of the host, as far as the kernel is told."""
+    """Of both cores, by other guests of the host, as far as the kernel knows."""
 
 
 class Spent:

@@ -133,9 +133,9 @@ async def driven(
     """Send a load and wait for all answers; return them, and the figures of them and of the nodes."""
     before = await asyncio.to_thread(node_counts, cluster)
     run = await run_load(server, load, None, lambda answered: None)
-    told = report(run, None, {})
-    done = figures_between(before, await asyncio.to_thread(node_counts, cluster), told)
-    return run.outcomes, {key: told[key] for key in KEPT if key in told} | done
+    reported = report(run, None, {})
+    done = figures_between(before, await asyncio.to_thread(node_counts, cluster), reported)
+    return run.outcomes, {key: reported[key] for key in KEPT if key in reported} | done
 
 
 async def try_rates(
@@ -251,21 +251,21 @@ def main() -> None:
         load["trace"] = options.trace.name
     if options.slo:
         load["slo"] = bound(options.slo)
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "model": options.model,
         **load,
         "has_budgets": True,
         "follows_load": options.roles == "follow",
         **about(options.commit),
     }
-    told["bounds"] = [bound(pair) for pair in options.bounds]
+    reported["bounds"] = [bound(pair) for pair in options.bounds]
     results: list[dict[str, Any]] = []
     for shape in map(parse_shape, options.shapes.split(",")):
         results.append(measure(shape, options, options.bounds))
         print(table(results, options.bounds, load == VLLM_LOAD), flush=True)
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({**told, "shapes": results}, indent=1) + "\n")
+            options.out.write_text(json.dumps({**reported, "shapes": results}, indent=1) + "\n")
             for index, pair in enumerate(options.bounds):
                 name = f"{options.out.stem}_{1e3 * pair.tbt_s:g}ms.svg"
                 options.out.with_name(name).write_text(plot(results, options.bounds, index) + "\n")

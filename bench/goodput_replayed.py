@@ -40,11 +40,11 @@ CHUNK_BEFORE_BUDGETS = 512
 """Chunk of colocated nodes, in results that name none."""
 
 
-def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace | None) -> Trace:
+def trace_of(result: dict[str, Any], rate: float, num_requests: int, trace: Trace | None) -> Trace:
     """Return the load of `bench.goodput.try_rate`: of a trace, or one whose prompts share nothing."""
     if trace is not None:
-        return trace_at(trace, rate, num_requests, told["input_tokens"], copy_of(rate))
-    input_tokens, output_tokens = told["input_tokens"], told["output_tokens"]
+        return trace_at(trace, rate, num_requests, result["input_tokens"], copy_of(rate))
+    input_tokens, output_tokens = result["input_tokens"], result["output_tokens"]
     num_blocks = -(-input_tokens // BLOCK_TOKENS)
     rows = [
         TraceRequest(
@@ -58,10 +58,10 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace 
     return Trace("load", BLOCK_TOKENS, rows)
 
 
-def shape_of(told: dict[str, Any], name: str) -> Shape:
+def shape_of(result: dict[str, Any], name: str) -> Shape:
     """Return the shape that a result names; one of before there were budgets has whole chunks."""
     shape = parse_shape(name)
-    if told.get("has_budgets"):
+    if result.get("has_budgets"):
         return shape
     is_default = not shape.decode and shape.has_budgets
     return replace(
@@ -91,25 +91,25 @@ def replayed(
 
 
 def compared(
-    told: dict[str, Any], tried: dict[str, Any], shape: Shape, profile: Profile, trace: Trace | None
+    result: dict[str, Any], tried: dict[str, Any], shape: Shape, profile: Profile, trace: Trace | None
 ) -> dict[str, Any]:
     """Return one rate's figures, (measured, replayed) of each, and the shares within each pair of bounds."""
     figures = tried["figures"]
     num_requests = figures["completed"] + figures["failed"]
-    slo = Slo(told["slo"]["ttft_s"], told["slo"]["tpot_s"]) if "slo" in told else None
+    slo = Slo(result["slo"]["ttft_s"], result["slo"]["tpot_s"]) if "slo" in result else None
     outcomes = replayed(
         shape,
-        trace_of(told, tried["rate"], num_requests, trace),
+        trace_of(result, tried["rate"], num_requests, trace),
         profile,
         slo,
-        told.get("follows_load", False),
+        result.get("follows_load", False),
     )
     ttft_ms = sorted(1e3 * value for value in outcomes.ttft_s)
     tpot_ms = sorted(1e3 * value for value in outcomes.mean_tbt_s)
     pairs = list(zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True))
     shares = [
         sum(ttft <= bound["ttft_s"] and tpot <= bound["tpot_s"] for ttft, tpot in pairs) / num_requests
-        for bound in told["bounds"]
+        for bound in result["bounds"]
     ]
     said = {
         "mean_ttft_ms": statistics.fmean(ttft_ms),
@@ -148,15 +148,15 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="what the result was measured with")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    told = json.loads(options.result.read_text())
+    result = json.loads(options.result.read_text())
     trace = read_trace(options.trace) if options.trace else None
-    if (options.trace.name if options.trace else None) != told.get("trace"):
-        raise SystemExit(f"--trace: {options.result} is of {told.get('trace') or 'random prompts'}")
+    if (options.trace.name if options.trace else None) != result.get("trace"):
+        raise SystemExit(f"--trace: {options.result} is of {result.get('trace') or 'random prompts'}")
     profile = load_profile(options.profile)
     rows = []
-    for measured in told["shapes"]:
-        shape = shape_of(told, measured["shape"])
-        found = [compared(told, tried, shape, profile, trace) for tried in measured["tried"]]
+    for measured in result["shapes"]:
+        shape = shape_of(result, measured["shape"])
+        found = [compared(result, tried, shape, profile, trace) for tried in measured["tried"]]
         rows += found
         for row in found:
             cells = "  ".join(
@@ -166,7 +166,7 @@ def main() -> None:
             )
             print(f"{shape.name:10} {row['rate']:6.2f} req/s  {cells}")
         rates = [row["rate"] for row in found]
-        for index, bound in enumerate(told["bounds"]):
+        for index, bound in enumerate(result["bounds"]):
             predicted = goodput(rates, [row["shares"][1][index] for row in found])
             was = measured["goodput"][index]
             print(f"{shape.name:10} goodput within {bound['tpot_s'] * 1e3:g} ms: {was:.2f} / {predicted:.2f}")

@@ -40,16 +40,22 @@ NAMES = (
 JUDGED = ("median_ttft_ms", "median_tpot_ms")
 
 
-def rows_of(name: str, told: dict[str, Any], trace: Trace | None) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, result: dict[str, Any], trace: Trace | None) -> Iterator[dict[str, Any]]:
     """Yield each rate of a result, measured and replayed."""
-    profile: Profile = load_profile(CARDS[told["gpus"][0]])
-    for measured in told["shapes"]:
-        shape = shape_of(told, measured["shape"])
+    profile: Profile = load_profile(CARDS[result["gpus"][0]])
+    for measured in result["shapes"]:
+        shape = shape_of(result, measured["shape"])
         for tried in measured["tried"]:
-            found = compared(told, tried, shape, profile, trace)
+            found = compared(result, tried, shape, profile, trace)
             errors = {key: found[key][1] / found[key][0] - 1 for key in JUDGED}
             shares = [after - before for before, after in zip(*found["shares"], strict=True)]
-            yield {"result": name, "gpu": told["gpus"][0], **found, "errors": errors, "share_errors": shares}
+            yield {
+                "result": name,
+                "gpu": result["gpus"][0],
+                **found,
+                "errors": errors,
+                "share_errors": shares,
+            }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,10 +79,10 @@ def main() -> None:
     trace = read_trace(options.trace) if options.trace else None
     rows: list[dict[str, Any]] = []
     for name in NAMES:
-        told = json.loads((RESULTS / f"{name}.json").read_text())
-        if told.get("trace") and trace is None:
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        if result.get("trace") and trace is None:
             continue
-        for row in rows_of(name, told, trace if told.get("trace") else None):
+        for row in rows_of(name, result, trace if result.get("trace") else None):
             rows.append(row)
             cells = "  ".join(
                 f"{key} {row[key][0]:7.1f} / {row[key][1]:7.1f} ({row['errors'][key]:+.0%})" for key in JUDGED

@@ -7,7 +7,7 @@ A conductor as it is deployed, with a context window of 131,072 tokens and stub 
 stall of its event loop and by how much its memory grew, in its own process (`hostile_server.py`). The worst
 are then sent alone, each to a fresh conductor three times, and the least of these counts: the machine is
 shared. For the same reason `loop_ms`, the processor time of the loop's thread, and `own_ms`, which counts
-other threads of the process that held it up, are told beside the lateness by the clock.
+other threads of the process that held it up, are reported beside the lateness by the clock.
 """
 
 from __future__ import annotations

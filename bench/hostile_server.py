@@ -118,13 +118,13 @@ async def watched(config: ConductorProcess, lifetime: Lifetime, path: Path) -> N
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
-            told = await ticker.settle()
+            settled = await ticker.settle()
             if line == b"begin\n":
                 # What was freed goes back to the kernel: its growth is then seen again.
                 gc.collect()
                 trim(0)
                 ticker.skip()
-            writer.write(json.dumps(asdict(told)).encode() + b"\n")
+            writer.write(json.dumps(asdict(settled)).encode() + b"\n")
 
     server = await asyncio.start_unix_server(answer, str(path))
     model = load_served_model(Path(config.model_path), config.served_model_name)

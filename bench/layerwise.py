@@ -53,7 +53,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, Limits]:
 
 class HeldKv:
     """Looks at the KV that prefill nodes hold, from a thread, while the body runs: as their heartbeats
-    tell of it, which they do when it changes."""
+    report it, which they do when it changes."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._url = f"{cluster.url}/status"

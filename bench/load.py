@@ -2,7 +2,7 @@
 
 A closed loop (so many clients, each waiting for its answer) slows down with the server and hides
 its queues. Here a slow server meets the same arrivals as a fast one. Where `max_concurrency`
-bounds that, or this process falls behind, the delay is measured and told. Within a session each
+bounds that, or this process falls behind, the delay is measured and reported. Within a session each
 turn waits for the answer before it, as its user would; and where so many sessions at a time are asked
 for, each begins when another has ended.
 """
@@ -40,7 +40,7 @@ async def run_load(
     Args:
         load: By arrival; taken one at a time.
         max_concurrency: Requests at once; None: no bound.
-        progress: Told the number of answered requests.
+        progress: Called with the number of answered requests.
         sessions: At a time, whatever their arrivals; None: they come when they come.
     """
     run = _Run(server, max_concurrency, progress)

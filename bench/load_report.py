@@ -17,7 +17,7 @@ from bench.sse_client import Outcome
 
 PERCENTILES = (50, 90, 99)
 MAX_ERRORS = 5
-"""Distinct ones, told with the report."""
+"""Distinct ones, shown with the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
     ordered = sorted(1000 * value for value in seconds)
-    told = {
+    figures = {
         f"mean_{name}_ms": statistics.fmean(ordered),
         f"median_{name}_ms": statistics.median(ordered),
         f"std_{name}_ms": statistics.pstdev(ordered),
     }
-    return told | {f"p{rank}_{name}_ms": _percentile(ordered, rank) for rank in PERCENTILES}
+    return figures | {f"p{rank}_{name}_ms": _percentile(ordered, rank) for rank in PERCENTILES}
 
 
 def _percentile(ordered: Sequence[float], rank: float) -> float:

@@ -189,16 +189,16 @@ async def measure(cluster: StubCluster, overload_s: float) -> dict[str, Any]:
         sweep = []
         for share in (0.8, 1.0, 1.2):
             rows = await stretch(client, CAPACITY * share, 8.0, rng)
-            sweep.append(told(summary(CAPACITY * share, 8.0, rows, WARM_UP_S)))
+            sweep.append(shown(summary(CAPACITY * share, 8.0, rows, WARM_UP_S)))
         peak = max(each.goodput for each in sweep)
         cpu_s, own_s = cpu_seconds(cluster.conductor_pid), time.process_time()
         taken_s = taken_by_others_s()
         rows = await stretch(client, CAPACITY * 10, overload_s, rng)
         cpu_s = cpu_seconds(cluster.conductor_pid) - cpu_s
         own_s, taken_s = time.process_time() - own_s, taken_by_others_s() - taken_s
-        overload = told(summary(CAPACITY * 10, overload_s, rows, WARM_UP_S))
+        overload = shown(summary(CAPACITY * 10, overload_s, rows, WARM_UP_S))
         after = await stretch(client, CAPACITY * 0.7, 12.0, rng)
-        told(summary(CAPACITY * 0.7, 12.0, after, 0.0))
+        shown(summary(CAPACITY * 0.7, 12.0, after, 0.0))
     result = {
         "peak_goodput": peak,
         "overload_goodput_over_peak": overload.goodput / peak,
@@ -223,7 +223,7 @@ async def measure(cluster: StubCluster, overload_s: float) -> dict[str, Any]:
     }
 
 
-def told(figures: Stretch) -> Stretch:
+def shown(figures: Stretch) -> Stretch:
     print(
         f"rate {figures.rate:6.1f}/s  goodput {figures.goodput:6.2f}/s"
         f"  accepted p99 TTFT {figures.accepted_p99_ttft_s * 1e3:6.0f} ms"

@@ -4,7 +4,7 @@
 
 `python -m conductor` as it is deployed, stub nodes, and requests over HTTP at 300 a second. The pages are
 connections that stay open and ask what the page's scripts ask, as often: two look at history, two at the
-cluster, one at requests. What is told is processor time of the conductor's process for each request; turns
+cluster, one at requests. Reported is processor time of the conductor's process for each request; turns
 with and without pages alternate, and the ratio is of two neighbours.
 """
 
@@ -145,12 +145,12 @@ async def measure(cluster: StubCluster) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.page_cost", description=__doc__)
     parser.add_argument("--json", type=Path)
-    told = parser.parse_args()
+    options = parser.parse_args()
     with stub_cluster(quick_profile(), num_prefill=2, num_decode=2) as cluster:
         figures = {"about": about_run("uvicorn"), **asyncio.run(measure(cluster))}
     print(json.dumps(figures, indent=1))
-    if told.json:
-        told.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def _known_s(step: MeasuredStep, cost: CostModel) -> float:
 
 
 def _unknown(step: MeasuredStep, cost: CostModel) -> list[float]:
-    """Return what each cost that only steps tell of is multiplied with."""
+    """Return what each cost that only steps show is multiplied with."""
     rows = step.tokens + step.batch
     is_short = rows < cost.profile.long_chunk_tokens
     attended = step.attended * cost.step.attention_s(step.tokens, rows) if is_short else 0.0

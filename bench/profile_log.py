@@ -3,7 +3,7 @@
 A decision log has, for each request that was served, the tokens that were computed and the
 seconds that took, and its mean time between tokens. How many sequences decoded beside it, and
 with how much context, follows from when they all began and ended. The terms are those of
-`profile_fit.py`; what a log cannot tell (bytes of KV, capacities, the rate of links) stays as
+`profile_fit.py`; what a log does not show (bytes of KV, capacities, the rate of links) stays as
 in the profile that the conductor had.
 
 What is seen after the prefill, which is hand-off and messages, becomes the fixed part of a transfer:

@@ -2,7 +2,7 @@
 
 Prefill is timed on a grid of new tokens and prefix, decode on a grid of batch and context, each varied by
 itself, and steps that have both on one of chunk, prefix and batch. The profile holds the fitted coefficients,
-the points, and the error at each point of a fit to the others. What one device cannot tell, the rate of its
+the points, and the error at each point of a fit to the others. What one device does not show, the rate of its
 links, the size of the host's cache and what a request takes outside of the engine, is given on the command
 line.
 """

@@ -254,8 +254,8 @@ def main() -> None:
             f"{row['mean_to_ours']:.2f}; hits {row['hit_rate']:.1%}; {row['failed']} failed"
         )
     if options.out:
-        told = {"about": about, "load": options.load, "requests": requests, "rate": rate}
-        options.out.write_text(json.dumps({**told, "rules": rows, "rounds": rounds}, indent=1) + "\n")
+        result = {"about": about, "load": options.load, "requests": requests, "rate": rate}
+        options.out.write_text(json.dumps({**result, "rules": rows, "rounds": rounds}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

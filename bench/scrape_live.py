@@ -3,8 +3,8 @@
     python -m bench.scrape_live [--json bench/results/scrape_live.json]
 
 `python -m conductor` as it is deployed, stub nodes, and 1,000 streams over HTTP that all get a token in each
-step. Scrapes go over a connection that stays open, as Prometheus' do, once idle and once under load; what is
-told is the whole of it, from the request to the last byte. Clients, nodes and conductor share the machine.
+step. Scrapes go over a connection that stays open, as Prometheus' do, once idle and once under load; each is
+timed from the request to the last byte. Clients, nodes and conductor share the machine.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def measure(cluster: StubCluster, is_loaded: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.scrape_live", description=__doc__)
     parser.add_argument("--json", type=Path)
-    told = parser.parse_args()
+    options = parser.parse_args()
     figures: dict[str, Any] = {"about": about_run("prometheus-client", "uvicorn"), "runs": []}
     for step_s in STEPS_S:
         profile = dataclasses.replace(quick_profile(), decode_fixed_s=step_s)
@@ -104,8 +104,8 @@ def main() -> None:
                 run = asyncio.run(measure(cluster, is_loaded))
                 figures["runs"].append({"step_s": step_s, **run})
                 print(json.dumps(figures["runs"][-1]), flush=True)
-    if told.json:
-        told.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

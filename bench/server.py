@@ -82,7 +82,7 @@ def main() -> None:
         for row in rows_of(options.model, work, Prompts(len(TOKEN_IDS), 0))
         if options.rows in row.workload
     ]
-    told = []
+    shown = []
     with running(
         options.model, parse_shape(f"1c@{options.chunk}"), limits_of(options), options.logs
     ) as cluster:
@@ -94,10 +94,10 @@ def main() -> None:
                 f"{row.workload:45} {found.value:9,.2f} {row.unit:5} {share:6.3f} of the engine alone",
                 flush=True,
             )
-            told.append({**asdict(found), "engine": alone[row.workload], "of_engine": share})
+            shown.append({**asdict(found), "engine": alone[row.workload], "of_engine": share})
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**about(options.commit), "rows": told}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**about(options.commit), "rows": shown}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

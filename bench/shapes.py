@@ -187,7 +187,7 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
 
 
 def options_parser(description: str | None, max_model_len: int) -> argparse.ArgumentParser:
-    """Return a parser of what every bench of a cluster is told; `limits_of` reads the bounds.
+    """Return a parser of the options of every bench of a cluster; `limits_of` reads the bounds.
 
     Args:
         max_model_len: Default; 0 is the model's own.
@@ -222,7 +222,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """Return what `options_parser` was told bounds every node."""
+    """Return the bounds that `options_parser` read for every node."""
     return Limits(
         max_batch=options.max_batch,
         max_model_len=options.max_model_len,

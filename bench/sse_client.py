@@ -67,7 +67,7 @@ class Server:
 async def complete(
     server: Server, token_ids: list[int], output_tokens: int, wants_ids: bool = False
 ) -> Outcome:
-    """Ask for exactly `output_tokens` tokens after a prompt; a failure is told in the outcome."""
+    """Ask for exactly `output_tokens` tokens after a prompt; a failure stands in the outcome."""
     body: dict[str, Any] = {
         "model": server.model,
         "prompt": token_ids,
@@ -127,7 +127,7 @@ async def _events(server: Server, name: str, body: bytes) -> AsyncIterator[bytes
         await writer.drain()
         status, is_chunked = await _read_head(reader)
         if status != 200:
-            raise ValueError(f"HTTP {status}: {await _told(reader)}")
+            raise ValueError(f"HTTP {status}: {await _body_of(reader)}")
         async for line in _lines(reader, is_chunked):
             if line.startswith(b"data: "):
                 yield line[6:]
@@ -144,7 +144,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
     )
 
 
-async def _told(reader: asyncio.StreamReader) -> str:
+async def _body_of(reader: asyncio.StreamReader) -> str:
     text = (await reader.read(2000)).decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(text[text.index("{") : text.rindex("}") + 1])["error"]["message"])

@@ -163,8 +163,8 @@ def main() -> None:
             print(line(shape, row), flush=True)
             rows.append({"shape": shape.name, **row})
             if options.out:
-                told = {"model": options.model, "seconds": options.seconds, **about(options.commit)}
-                options.out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
+                result = {"model": options.model, "seconds": options.seconds, **about(options.commit)}
+                options.out.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
 
     for shape in map(parse_shape, options.shapes.split(",")):
         follows = bool(shape.decode) and "@" not in shape.name

@@ -191,10 +191,13 @@ def main() -> None:
         parser.add_argument(name, type=int)
     parser.add_argument("--tls", nargs=3, default=("", "", ""), help="certificate, key, authority")
     parser.add_argument("--timed", action="store_true", help="nodes as they ship, but for the device")
-    told = parser.parse_args()
-    counts, profile = {Role.PREFILL: told.prefill, Role.DECODE: told.decode}, load_profile(told.profile)
-    tls = TlsConfig(*told.tls)
-    uvloop.run(serve_nodes(told.address, told.model_id, profile, counts, tls, told.timed))
+    options = parser.parse_args()
+    counts, profile = (
+        {Role.PREFILL: options.prefill, Role.DECODE: options.decode},
+        load_profile(options.profile),
+    )
+    tls = TlsConfig(*options.tls)
+    uvloop.run(serve_nodes(options.address, options.model_id, profile, counts, tls, options.timed))
 
 
 if __name__ == "__main__":

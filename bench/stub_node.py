@@ -3,7 +3,7 @@
 For benches and tests of the conductor, whose other side it is (`base.attach.NodeWork`): one
 prompt after another is prefilled, all running sequences decode in one batch, and the tokens
 of a step leave in one message. It holds no KV; the blocks of prompts that it has prefilled are
-told of as a node would, matched from then on, and lent: who loads them takes the time that the
+reported as a node would, matched from then on, and lent: who loads them takes the time that the
 profile has for a transfer. What it does ends when the profile says, and not
 a timer's resolution later each time: that would make of a prompt of 0.1 ms one of 2.
 """
@@ -190,10 +190,12 @@ class StubNode:
                 times = PrefillTimes(queue_s, loop.time() - began_at_s, 0.0, load_s)
                 running = _Running(work)
                 stays = prompt.stays and running.tokens_left > 0
-                told = Prefilled(work.request_id, running.token, None, matched, (), times, stays=stays)
+                prefilled = Prefilled(work.request_id, running.token, None, matched, (), times, stays=stays)
                 if prompt.is_pooled:
-                    told = told._replace(first_token=None, finish_reason=FinishReason.STOP, embedding=VECTOR)
-                self.send(told)
+                    prefilled = prefilled._replace(
+                        first_token=None, finish_reason=FinishReason.STOP, embedding=VECTOR
+                    )
+                self.send(prefilled)
                 if stays:
                     self._reserved[work.request_id] = work
                     self._running[work.request_id] = running

@@ -99,16 +99,16 @@ class Mooncake:
         target = stack.enter_context(_process([python, str(_DRIVER), "target", str(num_bytes)]))
         about = _answer(target)
         self._source = stack.enter_context(_process([python, str(_DRIVER), "source"]))
-        self._tell(f"{about['address']} {about['pointer']} {num_bytes}")
+        self._send(f"{about['address']} {about['pointer']} {num_bytes}")
         _answer(self._source)
         stack.callback(self._source.terminate)
         stack.callback(target.terminate)
 
     def run(self, block: int, places: Sequence[Places]) -> list[float]:
-        self._tell(json.dumps([block, places]))
+        self._send(json.dumps([block, places]))
         return [float(each) for each in _answer(self._source)["elapsed_s"]]
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._source.stdin is not None
         self._source.stdin.write(line + "\n")
         self._source.stdin.flush()
@@ -125,7 +125,7 @@ class IbWriteBw:
         self._port = port
 
     def run(self, block: int, places: Sequence[Places]) -> list[float]:
-        """Return the mean time of a batch for each: the program tells no more."""
+        """Return the mean time of a batch for each: the program reports no more."""
         batch, count = len(places[0][0]), len(places)
         command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-F", "--report_gbits", "-p", str(self._port)]
         command += ["-s", str(block), "-n", str(max(5, batch * count))]

@@ -33,6 +33,8 @@ TEXTS = (".py", ".js", ".html", ".proto", ".yaml", ".md")
 PAGES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "SECURITY.md", "RELIABILITY.md", "docs", "protos")
 TELLING = re.compile(r"(?<![a-z])(told|tells?|telling)(?![a-z])", re.IGNORECASE)
 """Words for what has one of its own: return, notify, log, send, report; `distinguish` for to tell apart."""
+SAID_TO_A_MODEL = "tell me what it does"
+"""Part of a prompt that results in `bench/results` were measured with; it stays as it was."""
 MAX_FIRST_SENTENCE_WORDS = 25
 BANNED_WORDS = re.compile(r"\b(told|tells|passages?|used to|no longer|formerly)\b", re.IGNORECASE)
 PREPOSITIONS = """
@@ -132,7 +134,7 @@ def lines_with(pattern: re.Pattern[str], roots: tuple[str, ...]) -> list[str]:
         file
         for root in map(ROOT.joinpath, roots)
         for file in ([root] if root.is_file() else sorted(root.rglob("*")))
-        if file.suffix in TEXTS and "_pb2" not in file.name
+        if file.suffix in TEXTS and "_pb2" not in file.name and "results" not in file.parts
     ]
     return [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
@@ -143,7 +145,8 @@ def lines_with(pattern: re.Pattern[str], roots: tuple[str, ...]) -> list[str]:
 
 
 def test_nothing_tells_what_it_returns_notifies_logs_or_sends() -> None:
-    found = lines_with(TELLING, (*PACKAGES, *PAGES))
+    found = lines_with(TELLING, (*PACKAGES, *PAGES, "bench", "tests/bench", "tests/faults", "tests/fuzz"))
+    found = [line for line in found if SAID_TO_A_MODEL not in line]
     assert not found, "\n".join(found)
 
 

@@ -115,12 +115,12 @@ def _serve_without(program: str, cluster: UpCluster, rng: random.Random) -> Wind
         cluster.kill_part_of_ray(program)
         killed_at_s = time.monotonic()
         wait_while_running(cluster, lambda: False, SERVES_ON_S)
-        is_told = cluster.status().get("supervised") is False
+        is_shown = cluster.status().get("supervised") is False
     finally:
         load.close()
     window = load.taken(killed_at_s, killed_at_s + SERVES_ON_S)
     served_for_s = max([0.0, *(at_s - killed_at_s for at_s in window.first_tokens_at_s)])
-    window.more = {"served_for_s": served_for_s, "is_told": is_told}
+    window.more = {"served_for_s": served_for_s, "is_shown": is_shown}
     return window
 
 
@@ -128,17 +128,17 @@ def _of_ray(windows: Sequence[Window]) -> dict[str, Any]:
     return {
         **summed(windows),
         "served_for_s_min": round(min(each.more["served_for_s"] for each in windows), 1),
-        "status_says_unsupervised": sum(each.more["is_told"] for each in windows),
+        "status_says_unsupervised": sum(each.more["is_shown"] for each in windows),
     }
 
 
 def _of_ends(ends: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return how clusters ended that were asked to; clean is status 0 and nothing left."""
-    told = [end for end in ends if not end["by_itself"]]
+    stopped = [end for end in ends if not end["by_itself"]]
     return {
-        "ended_by_themselves": len(ends) - len(told),
-        "ended_cleanly_on_sigterm": sum(end["status"] == 0 and not end["left"] for end in told),
-        "end_took_s_max": max((end["took_s"] for end in told), default=None),
+        "ended_by_themselves": len(ends) - len(stopped),
+        "ended_cleanly_on_sigterm": sum(end["status"] == 0 and not end["left"] for end in stopped),
+        "end_took_s_max": max((end["took_s"] for end in stopped), default=None),
         "exit_statuses": dict(Counter(str(end["status"]) for end in ends)),
         "processes_left": sum(len(end["left"]) for end in ends),
         "left": dict(Counter(program for end in ends for program in end["left"])),

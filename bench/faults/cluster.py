@@ -92,10 +92,10 @@ class FaultCluster:
     def status(self) -> dict[str, Any]:
         """Return what GET /status answers; a conductor that is away has no node and no request."""
         try:
-            told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port}", "/status")
+            status: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port}", "/status")
         except ApiError:
             return {"ready": False, "running_requests": 0, "nodes": []}
-        return told
+        return status
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """Return what /status says of each attached node."""

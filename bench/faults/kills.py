@@ -91,7 +91,7 @@ def hurt_nodes(
         clients.close()
     recovered.hits = cluster.lost_attempts() - lost_before
     usual_s = round(max(unhurt_s), 3)
-    return {"injected": injected, **told(clients, recovered), "usual_s_of_four_requests": usual_s}
+    return {"injected": injected, **report(clients, recovered), "usual_s_of_four_requests": usual_s}
 
 
 def _wait_free(cluster: FaultCluster, recovered: Recovered) -> None:
@@ -102,7 +102,7 @@ def _wait_free(cluster: FaultCluster, recovered: Recovered) -> None:
         recovered.leaked_blocks += cluster.held_blocks()
 
 
-def told(clients: Clients, recovered: Recovered) -> dict[str, Any]:
+def report(clients: Clients, recovered: Recovered) -> dict[str, Any]:
     return {
         **counts(clients),
         "placed_again": recovered.hits,

@@ -42,11 +42,11 @@ def _under_load(
     try:
         asked = clients.ask_many(requests)
         wait_until(lambda: clients.seen.requests >= requests // 2, LOAD_S)
-        told = fault(clients)
+        of_fault = fault(clients)
         for future in asked:
             future.result()
         wait_until(lambda: len(cluster.nodes()) == num_nodes)
-        return counts(clients) | {"leaked_blocks": leaked_blocks(cluster)} | told
+        return counts(clients) | {"leaked_blocks": leaked_blocks(cluster)} | of_fault
     finally:
         clients.close()
 

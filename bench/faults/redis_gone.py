@@ -59,16 +59,16 @@ def _measured(
 ) -> dict[str, Any]:
     rng = random.Random(seconds)
     clients = Clients(cluster.grpc_address, drawn_prompts(rng, 24, *SHAPE), rng, 2)
-    told: dict[str, Any] = {"gone_s": seconds}
+    found: dict[str, Any] = {"gone_s": seconds}
     try:
-        told["before"] = _asked_for(clients, STEADY_S)
+        found["before"] = _asked_for(clients, STEADY_S)
         server.kill()
         server.wait()
         (folder / "s").unlink(missing_ok=True)
-        told["gone"] = _asked_for(clients, seconds)
+        found["gone"] = _asked_for(clients, seconds)
         with _server(folder):
-            told["back"] = _asked_for(clients, STEADY_S)
-        return {"injected": 1, **counts(clients), "leaked_blocks": leaked_blocks(cluster), **told}
+            found["back"] = _asked_for(clients, STEADY_S)
+        return {"injected": 1, **counts(clients), "leaked_blocks": leaked_blocks(cluster), **found}
     finally:
         clients.close()
 

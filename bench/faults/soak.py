@@ -55,7 +55,7 @@ class Lives:
         except (FileNotFoundError, ProcessLookupError):
             return
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         lives = [each[int(WARM_UP_SHARE * len(each)) :] for each in self.by_pid.values() if len(each) > 10]
         every = [one for life in lives for one in life]
         points = [[(one.requests / 1e5, one.rss_mib) for one in life] for life in lives]
@@ -151,7 +151,7 @@ def _soak(cluster: FaultCluster, count: int) -> dict[str, Any]:
             "seconds": seconds,
             "placed_again": cluster.lost_attempts(),
             "leaked_blocks": leaked_blocks(cluster),
-            "processes": {name: each.told() for name, each in lives.items()},
+            "processes": {name: each.report() for name, each in lives.items()},
         }
     finally:
         clients.close()

@@ -1,4 +1,4 @@
-"""Can a tenant tell by the time to its first token what another tenant has asked?
+"""Can a tenant learn by the time to its first token what another tenant has asked?
 
 For each prompt: tenant A asks it, so that it is cached. Then tenant B asks the same prompt and a
 fresh one of the same length, in random order, and A asks it once more. B's two samples are

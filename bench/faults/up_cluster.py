@@ -120,10 +120,10 @@ class UpCluster:
     def status(self) -> dict[str, Any]:
         """Return what GET /status answers; nothing if nobody does."""
         try:
-            told: dict[str, Any] = read_json(self.http_address, "/status")
+            status: dict[str, Any] = read_json(self.http_address, "/status")
         except ApiError:
             return {}
-        return told
+        return status
 
     def end(self) -> dict[str, Any]:
         """SIGTERM; return how it ended, and how many processes were left then, which are killed."""

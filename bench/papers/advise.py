@@ -65,7 +65,7 @@ MOST_TIMES = 16.0
 """No traffic is replayed so many times as fast: it would come all at once."""
 
 OF_REPLAY = ("nodes", "html", "sweep", "paper", "conformance", "requests", "report", "json", "progress")
-"""What replay is told, and has no meaning here."""
+"""What replay takes, and has no meaning here."""
 
 PREFILL = ("prefill_fixed_s", "prefill_token_s", "prefill_token2_s", "prefill_small_s", "prefix_token_s")
 DECODE = ("decode_fixed_s", "decode_sequence_s", "decode_context_token_s", "decode_experts_s")

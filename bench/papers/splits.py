@@ -144,7 +144,7 @@ def _worth(run: Served) -> tuple[float, float]:
 
 
 def said_of_splits(base: Served, others: Sequence[Served], follows: bool) -> str:
-    """Return which splits serve as much as that of `base`, as far as so many requests tell."""
+    """Return which splits serve as much as that of `base`, as far as so many requests show."""
     more = [run for run in others if run.serves_more(base)]
     less = [run for run in others if base.serves_more(run)]
     tied = [run for run in others if run not in more and run not in less]

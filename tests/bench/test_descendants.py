@@ -72,5 +72,5 @@ def test_a_real_orphan_is_found_until_it_has_ended():
         ("ray::ActorProcess.wait_event", False),
     ],
 )
-def test_a_supervised_process_is_told_from_its_spare_and_from_others(words, is_it):
+def test_a_supervised_process_is_distinguished_from_its_spare_and_from_others(words, is_it):
     assert is_process(tuple(words.split()), "conductor") is is_it

@@ -45,7 +45,7 @@ def test_every_model_and_format_has_rows_of_different_names(key: tuple[str, str,
             assert (row.bar.aim >= row.bar.must) == (row.unit == "tok/s") or row.bar.aim == row.bar.must
 
 
-def test_a_profile_tells_kernels_and_the_time_between_them() -> None:
+def test_a_profile_shows_kernels_and_the_time_between_them() -> None:
     spans = [(0.0, 4.0, "void a::first<int>(float*)"), (6.0, 8.0, "second"), (7.0, 10.0, "second")]
     profile = summed(spans, 8, steps=2)
     assert (profile.step_us, profile.busy) == (5.0, 0.8)

@@ -38,7 +38,7 @@ def test_an_answer_that_failed_counts_as_failed_and_the_longest_gap_is_kept():
     assert seen.errors == ["UNAVAILABLE: gone"]
 
 
-def test_two_samples_of_one_distribution_are_not_told_apart_and_shifted_ones_are():
+def test_two_samples_of_one_distribution_are_not_distinguished_and_shifted_ones_are():
     rng = random.Random(1)
     first, second = ([rng.gauss(10, 1) for _ in range(200)] for _ in range(2))
     assert ks_p_value(first, second) > 0.01

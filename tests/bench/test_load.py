@@ -184,15 +184,15 @@ async def fail_late(body, now):
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "reason"),
     [(refuse, "HTTP 429: no room for you"), (cut_short, "0 bytes read"), (fail_late, "the node was lost")],
 )
-async def test_a_failure_is_told_and_not_counted_as_served(answer, told):
+async def test_a_failure_is_reported_and_not_counted_as_served(answer, reason):
     async with server_that(answer) as server:
         run = await run_load(server, [LoadRequest(0.0, [1], 2)], None, lambda _: None)
     figures = report(run, Goodput(), {})
     assert (figures["completed"], figures["failed"]) == (0, 1)
-    assert told in figures["errors"][0]
+    assert reason in figures["errors"][0]
     assert "failed:" in table(figures)
 
 
@@ -313,7 +313,7 @@ def test_a_server_that_is_not_there_ends_the_command_with_a_reason(capsys):
     assert "warm-up" in capsys.readouterr().err
 
 
-def test_a_trace_that_is_not_there_is_told(tmp_path, capsys):
+def test_a_trace_that_is_not_there_is_reported(tmp_path, capsys):
     assert main(["--trace", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
 

@@ -26,7 +26,7 @@ class FakeCluster:
         return {"prefill-0": METRICS.format(steps=1.5), "prefill-1": METRICS.format(steps=3.5)}
 
 
-def test_nodes_are_told_apart_for_their_time_and_added_for_all_else():
+def test_nodes_stand_apart_for_their_time_and_added_for_all_else():
     counts = node_counts(FakeCluster())
     assert counts == NodeCounts({"prefill-0": 2.0, "prefill-1": 4.0}, 0.012, 4.0, 1400.0)
 

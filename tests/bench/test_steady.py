@@ -51,12 +51,12 @@ def test_an_answer_that_was_broken_off_is_compared_as_far_as_it_came(tokens, err
 def test_faults_of_a_kind_are_counted_together():
     first = Window(10.0, 12.0, [asked(9.0, [], "gone"), asked(10.75)], [10.5, 11.0, 11.5])
     second = Window(20.0, 24.0, [asked(22.75, [7]), asked(23.0, [], "late")], [23.0])
-    told = summed([first, second])
-    assert (told["injected"], told["requests"], told["answers_that_differ"]) == (2, 4, 1)
-    assert (told["failed_in_progress"], told["failed_afterwards"]) == (1, 1)
-    assert (told["without_new_answer_s_median"], told["without_new_answer_s_max"]) == (2.0, 3.0)
-    assert told["without_connection_s_max"] == 3.0
-    assert told["errors"] == {"gone": 1, "late": 1}
+    row = summed([first, second])
+    assert (row["injected"], row["requests"], row["answers_that_differ"]) == (2, 4, 1)
+    assert (row["failed_in_progress"], row["failed_afterwards"]) == (1, 1)
+    assert (row["without_new_answer_s_median"], row["without_new_answer_s_max"]) == (2.0, 3.0)
+    assert row["without_connection_s_max"] == 3.0
+    assert row["errors"] == {"gone": 1, "late": 1}
 
 
 def test_events_give_their_tokens_and_an_error_is_raised():

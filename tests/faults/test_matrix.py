@@ -11,17 +11,17 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("row", [prefill_killed, decode_killed, decode_stopped])
 def test_nodes_that_are_killed_or_stopped_cost_nothing_but_time(row):
-    told = row(3)
-    assert told["injected"] == 3
+    counted = row(3)
+    assert counted["injected"] == 3
     missed = ("failed", "wrong_tokens", "repeated_tokens", "leaked_blocks")
-    assert {name: told[name] for name in missed} == dict.fromkeys(missed, 0)
+    assert {name: counted[name] for name in missed} == dict.fromkeys(missed, 0)
 
 
 def test_clients_that_leave_leave_no_block():
-    told = clients_leave(8)
-    assert (told["later_than_1_s"], told["leaked_blocks"]) == (0, 0)
+    counted = clients_leave(8)
+    assert (counted["later_than_1_s"], counted["leaked_blocks"]) == (0, 0)
 
 
 def test_nodes_restarted_in_turn_fail_no_request():
-    (told,) = rolling_restart(1)["runs"]
-    assert (told["failed"], told["wrong_tokens"], told["leaked_blocks"]) == (0, 0, 0)
+    (counted,) = rolling_restart(1)["runs"]
+    assert (counted["failed"], counted["wrong_tokens"], counted["leaked_blocks"]) == (0, 0, 0)

@@ -135,13 +135,13 @@ def _node_messages() -> list[bytes]:
 
 
 def _conductor_messages() -> list[bytes]:
-    told = [
+    for_node = [
         Reserve(WORK),
         Start(RequestId("r"), 5, (1, 2)),
         Release(RequestId("r")),
         Lend(RequestId("r"), (HASH,), 5.0, 0),
     ]
-    messages = (to_node(told, heartbeat=True), lease_to(Registered(10.0, 2.0, 7)))
+    messages = (to_node(for_node, heartbeat=True), lease_to(Registered(10.0, 2.0, 7)))
     return [message.SerializeToString() for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""Every reader of foreign bytes, for a moment: `python -m tests.fuzz` goes on for as long as it is told."""
+"""Every reader of foreign bytes, for a moment: `python -m tests.fuzz` goes on for as long as is asked."""
 
 import random
 

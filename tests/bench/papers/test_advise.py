@@ -95,7 +95,7 @@ def served(share: float, requests: int = 10_000) -> Served:
     return Served(Case(halves(4), 1.25), share, requests, share)
 
 
-def test_what_helps_most_is_the_bottleneck_as_far_as_so_many_requests_can_tell() -> None:
+def test_what_helps_most_is_the_bottleneck_as_far_as_so_many_requests_can_show() -> None:
     better = {"prefill": served(0.95), "decode": served(0.9498), "memory": served(0.9), "links": served(0.9)}
     assert bottleneck(served(0.9), better) == "prefill or decode"
     assert bottleneck(served(0.9), {**better, "decode": served(0.92)}) == "prefill"
@@ -145,7 +145,7 @@ def test_a_split_that_serves_enough_is_not_bettered_and_one_node_has_none() -> N
     assert best_split(Case(halves(1)), replayed).case.roles == "1C"
 
 
-def test_splits_are_tied_as_far_as_so_many_requests_can_tell() -> None:
+def test_splits_are_tied_as_far_as_so_many_requests_can_show() -> None:
     replayed = Best(5, flat=1)
     best = best_split(Case(halves(16), 1.5), replayed)
     said = said_of_splits(best, neighbours(best, replayed), follows=False)
