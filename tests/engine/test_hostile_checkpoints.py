@@ -84,6 +84,26 @@ def test_scales_that_would_make_another_model_are_refused_by_layer(
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_a_level_that_is_no_number_is_refused_by_layer(
+    published: tuple[str, Path], layer: str, byte: int, tmp_path: Path
+) -> None:
+    """Whether or not a token hits its expert, which the self-check cannot promise."""
+
+    def with_byte(folder: Path, damaged: int) -> Path:
+        def edit(tensors: dict[str, torch.Tensor]) -> None:
+            (key,) = [key for key in tensors if key.endswith(f"{LAYERS[layer]}.weight")]
+            tensors[key].view(torch.uint8)[-1, -1] = damaged
+
+        folder.mkdir()
+        return edited(with_scales(published, folder, layer, lambda scales: scales), edit)
+
+    load_model(with_byte(tmp_path / "largest", byte - 1), torch.float32)
+    with pytest.raises(ConfigError, match=f"{LAYERS[layer]}.*levels are not all numbers"):
+        load_model(with_byte(tmp_path / "damaged", byte), torch.float32)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float64])
 def test_scales_of_any_float_are_what_they_say(
     published: tuple[str, Path], layer: str, dtype: torch.dtype, tmp_path: Path
