@@ -7,7 +7,7 @@ One pass over the text does it. Each decoder layer runs with its floats while th
 linear layers take in are summed, and then these are rounded; so the moments of one layer are in memory at a
 time. What a layer gives the next is that of its floats. Running it again with its levels, so that the next is
 fitted to what it will be given, made it worse: errors of the first token, which all others attend to, add up.
-Experts have the nearest levels: a text brings 8-bit floats little, and few of its tokens reach each expert.
+Experts have the nearest levels: few of a text's tokens reach each expert.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ pairs of a token and an expert, which a compiled layer does not know. The kernel
 (`kernels/grouped_experts.py`), read the weights of the experts that are hit and nothing else; many pairs go
 through torch's grouped product, whose tiles suit them. It reads bfloat16; and 8-bit floats with one scale an
 output (`quantized_experts.py`), by rows that are rounded to 8-bit floats too, as `QuantizedProduct` does.
-Many pairs of other floats, and of levels with groups, go through the kernels: writing all levels of a layer
-out would take room for twice as many bytes as they have.
+Many pairs of other floats, and of other levels, go through the kernels: to write all levels of a layer out
+would take memory for two to four times as many bytes as they have.
 
 Experts that are not plain (biases, another activation or gate) keep the implementation of transformers.
 """
@@ -47,6 +47,8 @@ def use_experts(model: PreTrainedModel) -> bool:
         return False
     for module in quantized:
         module.product = _quantized
+        module.gate_up_proj.use_kernels()
+        module.down_proj.use_kernels()
     in_kernels = all(map(is_plain, experts))
     if experts:
         ExpertsInterface.register(EXPERTS_NAME, _experts)
@@ -122,13 +124,13 @@ def experts(
 
 
 def _can_be_many(gate_up: torch.Tensor, scales: ExpertScales | None) -> bool:
-    """Return whether torch's grouped product takes experts: floats, or on Hopper levels without groups."""
+    """Return whether torch's grouped product takes experts: floats, or on Hopper fp8 without groups."""
     if scales is None:
         return True
     has_groups = max(each.shape[-1] for each in scales[:2]) > 1
     # its rows are 16 bytes at a time, of the inner width too
     is_odd = gate_up.shape[1] % 32 or gate_up.shape[2] % 16
-    if has_groups or is_odd or not gate_up.is_cuda:
+    if has_groups or is_odd or not gate_up.is_cuda or gate_up.dtype != torch.float8_e4m3fn:
         return False
     return torch.cuda.get_device_capability(gate_up.device)[0] == HOPPER
 

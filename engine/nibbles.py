@@ -62,16 +62,20 @@ def in_nibbles(weight: QuantizedWeight) -> Nibbles:
             f"levels of {weight.format.value} in groups of {weight.group}: four bits are wanted, groups of a "
             f"multiple of {UNITS[-1]} inputs, and zero points that are whole numbers from -8 to 8"
         )
-    zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
     missing = -weight.in_features % unit
     numbers = pad(unpacked(weight.levels), (0, missing)).add_(8).to(torch.uint8)
     halves = numbers.view(weight.out_features, -1, 2, unit // 2)
     num_units = halves.shape[1]
-    # Rounded, not cut: half of the bits that the zero point takes are added first.
-    scales = weight.scales.t().contiguous().view(torch.int32) + LAST_BITS // 2
     return Nibbles(
         levels=(halves[:, :, 0] | (halves[:, :, 1] << 4)).transpose(0, 1).contiguous(),
-        grid=(scales & ~LAST_BITS | (zeros.t() + BASE).int()).contiguous(),
+        grid=in_words(weight.scales, weight.zeros).t().contiguous(),
         units_per_group=num_units if num_groups == 1 else weight.group // unit,
         in_features=weight.in_features,
     )
+
+
+def in_words(scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """Return each scale and its zero point as one word, int32, of the scales' shape."""
+    # Rounded, not cut: half of the bits that the zero point takes are added first.
+    words = scales.contiguous().view(torch.int32) + LAST_BITS // 2 & ~LAST_BITS
+    return words | (BASE if zeros is None else (zeros + BASE).int())

@@ -19,6 +19,7 @@ from transformers import FineGrainedFP8Config
 
 from base.errors import ConfigError
 from engine.layer_patterns import LayerNames, patterns_of
+from engine.quantized_weight import FORMATS as LEVELS
 from engine.quantized_weight import GROUP, QuantizedWeight, WeightFormat, packed
 
 Tensors = Mapping[str, torch.Tensor]
@@ -244,7 +245,7 @@ class Rounded:
 
     def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         levels, scales, zeros = tensors["levels"], tensors["scales"], tensors.get("zeros")
-        kind = ROUNDED.get(levels.dtype)
+        kind = LEVELS.get(levels.dtype)
         if kind is None:
             raise ValueError(f"levels are {levels.dtype}")
         group = -(-shape[1] // max(1, scales.shape[-1]))
@@ -253,14 +254,6 @@ class Rounded:
             if part is not None and (part.shape != (shape[0], num_groups) or part.dtype != torch.float32):
                 raise ValueError(f"{name} are {tuple(part.shape)} of {part.dtype}")
         return QuantizedWeight(kind, levels, scales, group, zeros)
-
-
-ROUNDED = {
-    torch.uint8: WeightFormat.INT4,
-    torch.int8: WeightFormat.INT8,
-    torch.float8_e4m3fn: WeightFormat.FP8,
-}
-"""The format of levels that were rounded here, by their dtype."""
 
 
 def _require_order(order: torch.Tensor | None, in_features: int, group: int) -> None:

@@ -126,8 +126,8 @@ def _rounded(
 def _published_formats(module: PreTrainedModel) -> str:
     layers = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
     formats = {layer.quantized.format.value for layer in layers}
-    if any(isinstance(each, QuantizedExperts) for each in module.modules()):
-        formats.add(WeightFormat.FP8.value)
+    experts = [each for each in module.modules() if isinstance(each, QuantizedExperts)]
+    formats |= {part.format.value for each in experts for part in (each.gate_up_proj, each.down_proj)}
     return "+".join(sorted(formats))
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from base.errors import ConfigError
 from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
 from engine.load_progress import LoadProgress
-from engine.quantized_experts import quantize_experts, require_served_as
+from engine.quantized_experts import quantize_experts, require_plain_experts
 from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
 from engine.shared_product import SHARED_INPUTS, layers_by_input, share_product
 
@@ -92,8 +92,8 @@ def quantize_linears(
         rounding: Of linear layers; None: the nearest levels, which experts have anyway.
         device: What computes the levels of experts; None: what has their floats.
 
-    Raises ConfigError for a model with experts that cannot have levels of the format."""
-    require_served_as(model, weight_format)
+    Raises ConfigError for a model with weights that cannot have levels of the format."""
+    require_plain_experts(model)
     rounded = rounding or partial(nearest_on, None)
     for parent, name, layer in linears_in(model):
         kind = HEAD_FORMATS.get(weight_format) if layer is head else _format_of(name, weight_format)
@@ -104,7 +104,7 @@ def quantize_linears(
         except ValueError as error:
             raise ConfigError(f"quantization: {name}: {error}") from error
         setattr(parent, name, QuantizedLinear(weight, layer.bias))
-    quantize_experts(model, device)
+    quantize_experts(model, weight_format, device)
 
 
 def linears_in(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:

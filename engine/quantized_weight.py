@@ -54,6 +54,13 @@ class Quantization:
 
 FLOATS = Quantization()
 
+FORMATS = {
+    torch.uint8: WeightFormat.INT4,
+    torch.int8: WeightFormat.INT8,
+    torch.float8_e4m3fn: WeightFormat.FP8,
+}
+"""The format of stored levels, by their dtype."""
+
 LARGEST_LEVEL = {WeightFormat.FP8: 448.0, WeightFormat.INT8: 127.0}
 
 
@@ -170,9 +177,9 @@ def are_alike(weights: list[QuantizedWeight]) -> bool:
 
 
 @torch.no_grad()
-def quantized(weight: torch.Tensor, weight_format: WeightFormat) -> QuantizedWeight:
+def quantized(weight: torch.Tensor, weight_format: WeightFormat, group: int | None = None) -> QuantizedWeight:
     """Round a weight [out_features, in_features] to the nearest levels of `grid_of` it."""
-    grid = grid_of(weight.float(), weight_format)
+    grid = grid_of(weight.float(), weight_format, group=group)
     return grid.weight_of(grid.nearest(weight.float()))
 
 
@@ -217,16 +224,20 @@ def nearest_levels(
 
 
 def grid_of(
-    weight: torch.Tensor, weight_format: WeightFormat, importance: torch.Tensor | None = None
+    weight: torch.Tensor,
+    weight_format: WeightFormat,
+    importance: torch.Tensor | None = None,
+    group: int | None = None,
 ) -> Grid:
     """Choose the levels of a float32 weight: one scale an output; of four bits, one a group.
 
     Args:
         importance: [in_features], what an error of each input counts; None: all alike.
+        group: Inputs that share a scale of four bits, which divides them; None: `four_bit_group`.
 
     Raises ValueError for four bits of an odd number of inputs."""
     if weight_format is WeightFormat.INT4:
-        return _four_bits(weight, importance)
+        return _four_bits(weight, importance, group or four_bit_group(*weight.shape))
     scales = (weight.abs().amax(1, keepdim=True) / LARGEST_LEVEL[weight_format]).clamp_(min=1e-30)
     return Grid(weight_format, scales, None, weight.shape[1])
 
@@ -240,9 +251,8 @@ def four_bit_group(out_features: int, in_features: int) -> int:
     raise ValueError(f"int4: {in_features} inputs are no even number")
 
 
-def _four_bits(weight: torch.Tensor, importance: torch.Tensor | None) -> Grid:
+def _four_bits(weight: torch.Tensor, importance: torch.Tensor | None, group: int) -> Grid:
     """Choose for each group, of some shares of its range, that which brings the least squared error."""
-    group = four_bit_group(*weight.shape)
     parts = weight.view(weight.shape[0], -1, group)
     counts = 1.0 if importance is None else importance.view(1, -1, group)
     low, high = parts.amin(2, keepdim=True).clamp_(max=0.0), parts.amax(2, keepdim=True).clamp_(min=0.0)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from torch import nn
 from base.errors import ConfigError
 from engine.load_progress import LoadProgress
 from engine.model_store import weight_files
+from engine.nibbles import fits_nibbles
 from engine.published_weights import PublishedFormat, weight_of
 from engine.quantized_experts import STACKS, ExpertWeights, QuantizedExperts, is_plain
-from engine.quantized_weight import QuantizedWeight, WeightFormat
+from engine.quantized_weight import QuantizedWeight
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d{1,9})\.(\w+)")
 """Name of a weight of one expert: where the experts are, which one, and which weight."""
@@ -39,8 +41,8 @@ WEIGHTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2":
 RENAMED = (".block_sparse_moe.", ".mlp.")
 """Name of the place of experts in a layer, in some checkpoints and in the modules of transformers."""
 
-LEVELS = "F8_E4M3"
-"""Dtype, of safetensors, that experts of few bits have."""
+WIDE = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4}
+"""Bytes of numbers, by their dtype in safetensors, that are more than one."""
 
 READERS = 8
 """Layers whose experts are read at once: each read from a file waits for its pages."""
@@ -65,10 +67,8 @@ class StoredExperts(nn.Module):
         super().__init__()
         self.shapes: tuple[torch.Size, torch.Size] = (plain.gate_up_proj.shape, plain.down_proj.shape)
         self.parts = {name: tuple(headers[name]) for name in weights}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(shape.numel() for shape in self.shapes)
+        tensors = [tensor for name in weights for tensor in headers[name].values()]
+        self.num_bytes = sum(prod(shape) * WIDE.get(dtype, 1) for dtype, shape in tensors)
 
     def tensors(self, name: str, read: Read) -> dict[str, torch.Tensor]:
         return {part: read(f"{name}.{part}") for part in self.parts[name]}
@@ -80,7 +80,7 @@ def take_experts(model: nn.Module, headers: dict[str, Any]) -> bool:
     Args:
         headers: Of all weights of few bits; those of experts are removed.
 
-    Raises ConfigError for experts of which some have few bits, or that are no 8-bit floats."""
+    Raises ConfigError for experts of which some have few bits."""
     places: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
     for name in headers:
         if (match := EXPERT.fullmatch(name)) and match[3] in WEIGHTS:
@@ -91,8 +91,6 @@ def take_experts(model: nn.Module, headers: dict[str, Any]) -> bool:
             continue
         weights = _stacks(name, headers) or _weights(name, len(module.gate_up_proj), places[name])
         if weights:
-            for weight in weights:
-                _require_levels(weight, headers[weight])
             model.set_submodule(name, StoredExperts(module, weights, headers))
             is_any = True
             for weight in weights:
@@ -119,14 +117,6 @@ def _weights(name: str, num_experts: int, found: Mapping[tuple[int, int], str]) 
             f"{('gate', 'up', 'down')[odd[1]]} of expert {odd[0]} is not as the others; they cannot be served"
         )
     return [found[place] for place in product(range(num_experts), range(3))]
-
-
-def _require_levels(name: str, header: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    dtype, _ = header.get("weight") or header.get("levels") or next(iter(header.values()))
-    if dtype != LEVELS:
-        raise ConfigError(
-            f"{name} has levels of {dtype}; experts can be served in fp8 ({LEVELS}) or as floats"
-        )
 
 
 def read_experts(model: nn.Module, path: Path, published: PublishedFormat, part: Part = WHOLE) -> None:
@@ -186,42 +176,36 @@ def _whole(
         raise ConfigError(f"{name}: {', '.join(tensors)} have no dimension of experts")
     rows = {part: tensor.flatten(0, 1) for part, tensor in tensors.items()}
     weight = _levels_of(published, name, rows, (shape[0] * shape[1], shape[2]))
-    return ExpertWeights(weight.levels.view(shape), weight.scales.view(*shape[:2], -1), weight.group)
+    zeros = None if weight.zeros is None else weight.zeros.view(*shape[:2], -1)
+    levels, scales = (part.view(*shape[:2], -1) for part in (weight.levels, weight.scales))
+    return ExpertWeights(levels, scales, weight.group, zeros)
 
 
 def _stack(
     read: Read, published: PublishedFormat, stored: StoredExperts, experts: list[list[str]], shape: torch.Size
 ) -> ExpertWeights:
     """Return the weights of all experts; of each, those of the names given follow each other."""
-    shape = torch.Size((len(experts), *shape[1:]))
-    levels: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    group = 0
+    made: ExpertWeights | None = None
     for expert, names in enumerate(experts):
         size = shape[1] // len(names)
         for place, name in enumerate(names):
             weight = _levels_of(published, name, stored.tensors(name, read), (size, shape[2]))
-            if levels is None or scales is None:
-                # Not before one was found to be as large as the configuration says.
-                group = weight.group
-                levels = torch.empty(shape, dtype=torch.float8_e4m3fn)
-                scales = torch.empty((*shape[:2], weight.scales.shape[1]))
-            if weight.group != group or weight.scales.shape[1] != scales.shape[2]:
-                raise ConfigError(f"{name}: its inputs share scales otherwise than those of {experts[0][0]}")
-            rows = slice(place * size, (place + 1) * size)
-            levels[expert, rows].copy_(weight.levels)
-            scales[expert, rows].copy_(weight.scales)
-    assert levels is not None
-    assert scales is not None
-    return ExpertWeights(levels, scales, group)
+            # Not before one was found to be as large as the configuration says.
+            made = made or ExpertWeights.room_for(len(experts), shape[1], weight)
+            try:
+                made.put(expert, place * size, weight)
+            except ValueError as error:
+                raise ConfigError(f"{name}: {error}") from error
+    assert made is not None
+    return made
 
 
 def _levels_of(
     published: PublishedFormat, name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
 ) -> QuantizedWeight:
     weight = weight_of(published, name, tensors, shape)
-    if weight.format is not WeightFormat.FP8 or weight.zeros is not None:
+    if weight.zeros is not None and not fits_nibbles(weight):
         raise ConfigError(
-            f"{name} has levels of {weight.format.value}; experts can be served in fp8 or as floats"
+            f"{name}: zero points of experts can be served of four bits alone, and as whole numbers"
         )
     return weight

@@ -3,8 +3,8 @@
 Four launches, none of which needs to know on the host how many tokens an expert has, so that a CUDA graph
 serves any routing: pairs of a token and an expert are put in the order of experts; each expert's rows go
 through gate, up and the activation between them; and through down to a row for each pair; these are weighted
-and added (`many_pairs.py`). The weights of an expert that has no token are not read. Levels of 8-bit floats
-are widened to the rows' dtype beside the tensor cores, and the sums of a group are multiplied by its scale.
+and added (`many_pairs.py`). The weights of an expert that has no token are not read. Levels are widened to
+the rows' dtype beside the tensor cores, and the sums of a group are multiplied by its scale.
 
 Tiles are numbered as those of chunks are (`paged_prefill.py`): expert e begins at `starts[e] // ROWS + e`.
 """
@@ -17,7 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.expert_scales import ExpertScales, launch_groups, require_experts
+from engine.kernels.expert_scales import (
+    ExpertScales,
+    _row_pointers,
+    _scales_and_zeros,
+    _weights,
+    inputs_of,
+    launch_groups,
+    require_experts,
+)
 from engine.kernels.many_pairs import Tally, added_up, ordered_pairs
 from engine.kernels.paged_prefill import _chunk_of_tile
 
@@ -67,14 +75,15 @@ def grouped_experts(
 
     Args:
         rows: [num_tokens, hidden], contiguous.
-        gate_up: [num_experts, 2 * inner, hidden], contiguous; of the rows' dtype, or levels of `scales`.
+        gate_up: [num_experts, 2 * inner, hidden], contiguous; of the rows' dtype, or levels of `scales`, of
+            which two of four bits lie in a byte.
         down: [num_experts, hidden, inner], contiguous; as `gate_up`.
         experts: [num_tokens, num_chosen] int64; `num_experts` and above: another rank's, which adds nothing.
         weights: [num_tokens, num_chosen]
 
     Raises ValueError for a shape, stride or dtype that the kernels do not take."""
     num_tokens, hidden = rows.shape
-    num_experts, inner = gate_up.shape[0], down.shape[2]
+    num_experts, inner = gate_up.shape[0], inputs_of(down)
     num_pairs = experts.numel()
     require_experts(hidden, gate_up, down, scales)
     if not rows.is_contiguous():
@@ -88,7 +97,8 @@ def grouped_experts(
     made = rows.new_empty((num_pairs, hidden))
     num_tiles = num_pairs // tiles.rows + num_experts
     gate_up_scales, down_scales = (scales.gate_up, scales.down) if scales else (gate_up, down)
-    (gate_up_groups, gate_up_step), (down_groups, down_step) = launch_groups(scales, tiles.step)
+    of_gate_up, of_down = launch_groups(scales, hidden, inner, tiles.step)
+    (gate_up_groups, gate_up_step), (down_groups, down_step) = of_gate_up, of_down
     shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "IS_SCALED": scales is not None}
     launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     _gate_up_tile[(triton.cdiv(inner, tiles.columns), num_tiles)](
@@ -161,12 +171,14 @@ def _order_pairs(
 @triton.jit
 def _added_product(total, x, w, scale, is_column, begin, GROUP: tl.constexpr):
     """Return total + x @ w.T, times the scales of the group that input `begin` is in, if there are groups."""
-    w = tl.trans(w.to(x.dtype))
     if GROUP:
-        of_group = tl.load(scale + begin // GROUP, mask=is_column, other=0.0)
+        of_group, zero = _scales_and_zeros(tl.load(scale + begin // GROUP, mask=is_column, other=0))
+        if w.dtype == tl.uint8:
+            w = w.to(tl.float32) - zero[:, None]
+        w = tl.trans(w.to(x.dtype))
         total += tl.dot(x, w, input_precision="ieee") * of_group[None, :]
     else:
-        total = tl.dot(x, w, total, input_precision="ieee")
+        total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
     return total
 
 
@@ -202,9 +214,8 @@ def _gate_up_tile(
     is_column = column < inner
     steps = tl.arange(0, STEP)
     source = rows + token.to(tl.int64)[:, None] * hidden + steps[None, :]
-    weight = gate_up + expert.to(tl.int64) * 2 * inner * hidden + column.to(tl.int64)[:, None] * hidden
-    weight += steps[None, :]
-    up_offset = inner.to(tl.int64) * hidden
+    gate_row = _row_pointers(gate_up, expert.to(tl.int64) * 2 * inner + column, hidden)
+    up_row = _row_pointers(gate_up, expert.to(tl.int64) * 2 * inner + inner + column, hidden)
     num_groups = tl.cdiv(hidden, GROUP) if GROUP else 1
     scale = scales + (expert * 2 * inner + column) * num_groups
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -212,9 +223,9 @@ def _gate_up_tile(
     for begin in range(0, hidden, STEP):
         left = (begin + steps < hidden)[None, :]
         x = tl.load(source + begin, mask=is_row[:, None] & left, other=0.0)
-        w = tl.load(weight + begin, mask=is_column[:, None] & left, other=0.0)
+        w = _weights(gate_row, is_column, begin, hidden, STEP)
         gate = _added_product(gate, x, w, scale, is_column, begin, GROUP)
-        w = tl.load(weight + up_offset + begin, mask=is_column[:, None] & left, other=0.0)
+        w = _weights(up_row, is_column, begin, hidden, STEP)
         up = _added_product(up, x, w, scale + inner * num_groups, is_column, begin, GROUP)
     if IS_SCALED and not GROUP:
         gate *= tl.load(scale, mask=is_column, other=0.0)[None, :]
@@ -255,14 +266,13 @@ def _down_tile(
     is_column = column < hidden
     steps = tl.arange(0, STEP)
     source = between + at.to(tl.int64)[:, None] * inner + steps[None, :]
-    weight = down + expert.to(tl.int64) * hidden * inner + column.to(tl.int64)[:, None] * inner
-    weight += steps[None, :]
+    down_row = _row_pointers(down, expert.to(tl.int64) * hidden + column, inner)
     scale = scales + (expert * hidden + column) * (tl.cdiv(inner, GROUP) if GROUP else 1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, inner, STEP):
         left = (begin + steps < inner)[None, :]
         x = tl.load(source + begin, mask=is_row[:, None] & left, other=0.0)
-        w = tl.load(weight + begin, mask=is_column[:, None] & left, other=0.0)
+        w = _weights(down_row, is_column, begin, inner, STEP)
         total = _added_product(total, x, w, scale, is_column, begin, GROUP)
     if IS_SCALED and not GROUP:
         total *= tl.load(scale, mask=is_column, other=0.0)[None, :]

@@ -11,7 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.expert_scales import ExpertScales, launch_groups, require_experts
+from engine.kernels.expert_scales import (
+    ExpertScales,
+    _row_pointers,
+    _scales_and_zeros,
+    _weights,
+    inputs_of,
+    launch_groups,
+    require_experts,
+)
 from engine.kernels.many_pairs import Tally
 
 COLUMNS, STEP = 2, 2048
@@ -34,13 +42,15 @@ def one_token_experts(
 
     Args:
         row: [1, hidden]
-        gate_up: [num_experts, 2 * inner, hidden], contiguous; of any float dtype, or levels of `scales`.
+        gate_up: [num_experts, 2 * inner, hidden], contiguous; of any float dtype, or levels of `scales`, of
+            which two of four bits lie in a byte.
         down: [num_experts, hidden, inner], contiguous; as `gate_up`.
         experts: [1, num_chosen] int64; `num_experts` and above: another rank's, which adds nothing.
         weights: [1, num_chosen]
 
     Raises ValueError for a shape or stride that the kernels do not take."""
-    (num_tokens, hidden), (num_experts, _, inner), chosen = row.shape, down.shape, experts.shape[1]
+    (num_tokens, hidden), num_experts, inner = row.shape, len(down), inputs_of(down)
+    chosen = experts.shape[1]
     if num_tokens != 1 or experts.shape != weights.shape or len(experts) != 1:
         shapes = f"{num_tokens} rows, experts {tuple(experts.shape)} and weights {tuple(weights.shape)}"
         raise ValueError(f"{shapes} are not of one token")
@@ -50,7 +60,7 @@ def one_token_experts(
     output = torch.empty_like(row)
     choices, slots = tally or (experts, experts)
     gate_up_scales, down_scales = (scales.gate_up, scales.down) if scales else (gate_up, down)
-    (group, _), (down_group, _) = launch_groups(scales, STEP)
+    (group, _), (down_group, _) = launch_groups(scales, hidden, inner, STEP)
     is_scaled = scales is not None
     _gate_up_rows[(triton.cdiv(inner, COLUMNS), chosen)](
         row, gate_up, gate_up_scales, between, experts, choices, slots, num_experts, hidden, inner,
@@ -66,12 +76,16 @@ def one_token_experts(
 
 
 @triton.jit
-def _of_inputs(scale, is_row, start, num_groups, ROWS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr):
-    """Return the scale of each input of a step that begins with a group, [ROWS, STEP]."""
+def _times_scales(
+    w, scale, is_row, start, num_groups, ROWS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr
+):
+    """Return levels, float32 [ROWS, STEP], less zero points and times scales; they begin with a group."""
     group = start // GROUP + tl.arange(0, STEP // GROUP)
     mask = is_row[:, None] & (group < num_groups)[None, :]
-    of_group = tl.load(scale[:, None] + group[None, :], mask=mask, other=0.0)
-    return tl.reshape(tl.broadcast_to(of_group[:, :, None], [ROWS, STEP // GROUP, GROUP]), [ROWS, STEP])
+    of_group = tl.load(scale[:, None] + group[None, :], mask=mask, other=0)
+    of_input = tl.broadcast_to(of_group[:, :, None], [ROWS, STEP // GROUP, GROUP])
+    scales, zeros = _scales_and_zeros(tl.reshape(of_input, [ROWS, STEP]))
+    return (w - zeros) * scales
 
 
 @triton.jit
@@ -100,10 +114,9 @@ def _gate_up_rows(
         is_counted = (tl.program_id(0) == 0) & (tl.load(slots) >= 0)
         tl.atomic_add(choices + expert, 1, mask=is_counted, sem="relaxed")
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (column < inner)[:, None]
     steps = tl.arange(0, STEP)
-    source = gate_up + (expert * 2 * inner + column[:, None]) * hidden + steps[None, :]
-    up_offset = inner.to(tl.int64) * hidden
+    gate_row = _row_pointers(gate_up, expert * 2 * inner + column, hidden)
+    up_row = _row_pointers(gate_up, expert * 2 * inner + inner + column, hidden)
     num_groups = tl.cdiv(hidden, GROUP) if GROUP else 1
     scale = scales + (expert * 2 * inner + column) * num_groups
     is_column = column < inner
@@ -111,16 +124,15 @@ def _gate_up_rows(
     up = tl.zeros([COLUMNS, STEP], tl.float32)
     for start in range(0, hidden, STEP):
         left = start + steps < hidden
-        mask = inside & left[None, :]
         x = tl.load(row + start + steps, mask=left, other=0.0).to(tl.float32)[None, :]
-        gate_part = tl.load(source + start, mask=mask, other=0.0).to(tl.float32) * x
-        up_part = tl.load(source + up_offset + start, mask=mask, other=0.0).to(tl.float32) * x
+        gate_part = _weights(gate_row, is_column, start, hidden, STEP).to(tl.float32)
+        up_part = _weights(up_row, is_column, start, hidden, STEP).to(tl.float32)
         if GROUP:
-            gate_part *= _of_inputs(scale, is_column, start, num_groups, COLUMNS, STEP, GROUP)
+            gate_part = _times_scales(gate_part, scale, is_column, start, num_groups, COLUMNS, STEP, GROUP)
             of_up = scale + inner * num_groups
-            up_part *= _of_inputs(of_up, is_column, start, num_groups, COLUMNS, STEP, GROUP)
-        gate += gate_part
-        up += up_part
+            up_part = _times_scales(up_part, of_up, is_column, start, num_groups, COLUMNS, STEP, GROUP)
+        gate += gate_part * x
+        up += up_part * x
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if IS_SCALED and not GROUP:
         gate_sum *= tl.load(scale, mask=is_column, other=0.0)
@@ -155,7 +167,7 @@ def _down_rows(
     inside = (expert < num_experts) & (column < hidden)
     weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
     steps = tl.arange(0, STEP)
-    source = down + (expert * hidden + column)[:, None] * inner + steps[None, :]
+    down_row = _row_pointers(down, expert * hidden + column, inner)
     rows = between + pair[:, None] * inner + steps[None, :]
     num_groups = tl.cdiv(inner, GROUP) if GROUP else 1
     scale = scales + (expert * hidden + column) * num_groups
@@ -164,9 +176,9 @@ def _down_rows(
     total = tl.zeros([CHOSEN_PAD * COLUMNS, STEP], tl.float32)
     for start in range(0, inner, STEP):
         mask = inside[:, None] & (start + steps < inner)[None, :]
-        w = tl.load(source + start, mask=mask, other=0.0).to(tl.float32)
+        w = _weights(down_row, inside, start, inner, STEP).to(tl.float32)
         if GROUP:
-            w *= _of_inputs(scale, inside, start, num_groups, CHOSEN_PAD * COLUMNS, STEP, GROUP)
+            w = _times_scales(w, scale, inside, start, num_groups, CHOSEN_PAD * COLUMNS, STEP, GROUP)
         total += w * tl.load(rows + start, mask=mask, other=0.0).to(tl.float32)
     sums = tl.reshape(tl.sum(total, 1) * weight, [CHOSEN_PAD, COLUMNS])
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

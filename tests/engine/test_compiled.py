@@ -14,6 +14,7 @@ from engine.gpu_model import GpuModel
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.quantized_experts import quantize_experts
+from engine.quantized_weight import WeightFormat
 from engine.scaled_kv import scaled_layout
 from engine.step import StepPlan
 from engine.step_memory import StepShape, StepWriter
@@ -42,7 +43,7 @@ def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> in
     family, is_scaled = KINDS[kind]
     model = make_family(family)
     if "8-bit floats" in kind:
-        quantize_experts(model)
+        quantize_experts(model, WeightFormat.FP8)
     shape = PagedModel(model).shape
     layout = replace(shape, block_size=BLOCK_SIZE)
     layout = scaled_layout(layout) if is_scaled else layout

@@ -1,4 +1,4 @@
-"""Experts of 8-bit floats say what their weights say, on each way through a model, cut, moved and kept."""
+"""Experts of few bits say what their weights say, on each way through a model, cut, moved and kept."""
 
 import copy
 import weakref
@@ -37,10 +37,10 @@ def floats_of(weights: ExpertWeights) -> torch.Tensor:
     return torch.stack([weights.expert(index).dequantized() for index in range(len(weights.levels))])
 
 
-def quantised(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def quantised(family: str, kind: WeightFormat = WeightFormat.FP8) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a family with experts of levels, and the same with their floats; linear layers have levels."""
     model = make_family(family)
-    quantize_linears(model, WeightFormat.FP8)
+    quantize_linears(model, kind)
     reference = make_family(family)
     for _, name, _ in experts_in(reference):
         assert name == "experts"
@@ -58,10 +58,13 @@ def levels_in(model: torch.nn.Module) -> list[ExpertWeights]:
     return [module for module in model.modules() if isinstance(module, ExpertWeights)]
 
 
+@pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_greedy_tokens_equal_those_of_the_floats_that_levels_stand_for(family: str) -> None:
-    model, reference = quantised(family)
-    assert levels_in(model)
+async def test_greedy_tokens_equal_those_of_the_floats_that_levels_stand_for(
+    family: str, kind: WeightFormat
+) -> None:
+    model, reference = quantised(family, kind)
+    assert {weights.format for weights in levels_in(model)} == {kind}
     assert not levels_in(reference)
     expected = await greedy(make_loop(make_model(reference), chunk_tokens=23), PROMPTS, 6)
     assert await greedy(make_loop(make_model(model), chunk_tokens=23), PROMPTS, 6) == expected
@@ -82,9 +85,12 @@ def test_levels_are_near_to_the_floats_and_routers_stay_floats() -> None:
     assert torch.equal(after.gate.weight, before.gate.weight)
 
 
+@pytest.mark.parametrize("kind", WeightFormat)
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
-def test_kernels_give_the_logits_of_the_floats_and_count_what_is_chosen(family: str) -> None:
-    model, reference = quantised(family)
+def test_kernels_give_the_logits_of_the_floats_and_count_what_is_chosen(
+    family: str, kind: WeightFormat
+) -> None:
+    model, reference = quantised(family, kind)
     cache = make_cache(model)
     counts = expert_counts(model)
     gpu_model = GpuModel(model, cache, False, counts=counts)
@@ -113,8 +119,25 @@ def test_floats_are_let_go_of_layer_by_layer(monkeypatch) -> None:
         return real(*weights)
 
     monkeypatch.setattr(quantized_experts, "QuantizedExperts", counted)
-    quantized_experts.quantize_experts(model)
+    quantized_experts.quantize_experts(model, WeightFormat.FP8)
     assert alive == [2, 1]
+
+
+@pytest.mark.parametrize(("inner", "groups"), [(96, (32, 32)), (64, (64, 64)), (24, (64, 24))])
+def test_four_bits_of_gate_and_down_have_groups_that_one_launch_takes(
+    inner: int, groups: tuple[int, int]
+) -> None:
+    model = make_family("qwen3_moe", moe_intermediate_size=inner)
+    plain = make_family("qwen3_moe", moe_intermediate_size=inner)
+    quantized_experts.quantize_experts(model, WeightFormat.INT4)
+    before, after = (each.model.layers[0].mlp.experts for each in (plain, model))
+    assert (after.gate_up_proj.group, after.down_proj.group) == groups
+    for weights, floats in (
+        (after.gate_up_proj, before.gate_up_proj),
+        (after.down_proj, before.down_proj),
+    ):
+        assert weights.levels.nbytes * 2 == floats.numel()
+        assert (floats_of(weights) - floats).norm() < 0.12 * floats.norm()
 
 
 def test_levels_and_scales_keep_their_dtypes_wherever_they_go() -> None:
@@ -148,10 +171,21 @@ def test_a_layer_that_reads_a_text_rounds_its_experts_too() -> None:
     assert not torch.equal(fitted.levels.float(), plain.levels.float())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_ranks_with_some_of_the_experts_sum_to_the_whole(family: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("mixtral", WeightFormat.FP8),
+        ("deepseek_v3", WeightFormat.FP8),
+        ("mixtral", WeightFormat.INT8),
+        ("qwen3_moe", WeightFormat.INT4),
+    ],
+)
+def test_ranks_with_some_of_the_experts_sum_to_the_whole(
+    family: str, kind: WeightFormat, monkeypatch
+) -> None:
     monkeypatch.setattr(tensor_parallel, "all_reduce", lambda *_: None)
-    whole, _ = quantised(family)
+    whole = make_family(family)
+    quantized_experts.quantize_experts(whole, kind)
     shares = []
     for rank in range(2):
         model = copy.deepcopy(whole)
@@ -168,9 +202,12 @@ def test_ranks_with_some_of_the_experts_sum_to_the_whole(family: str, monkeypatc
         assert len(cut[0].levels) == len(cut[0].scales) == experts.num_experts // 2
 
 
-def test_experts_are_kept_and_read_with_the_rounded_weights(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", WeightFormat)
+def test_experts_are_kept_and_read_with_the_rounded_weights(
+    kind: WeightFormat, tmp_path: Path, monkeypatch
+) -> None:
     make_family("deepseek_v3").save_pretrained(tmp_path / "model")
-    config = EngineConfig(device="cpu", quantization="fp8")
+    config = EngineConfig(device="cpu", quantization=kind.value)
 
     def loaded(cache: Path | None) -> quantization.LoadedWeights:
         return load_weights(config, tmp_path / "model", torch.float32, torch.device("cpu"), cache)

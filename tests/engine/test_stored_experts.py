@@ -1,4 +1,4 @@
-"""Checkpoints that are published with experts of 8-bit floats are served so, or refused by name."""
+"""Checkpoints that are published with experts of few bits are served so, or refused by name."""
 
 import json
 from collections.abc import Callable
@@ -25,8 +25,14 @@ from tests.engine.test_published_weights import FORMATS, change
 FORMS = {
     "blocks": ("fp8 in blocks", {"scale_fmt": "ue8m0"}),
     "channels": ("compressed-tensors fp8", {}),
+    "integers": ("compressed-tensors int8", {}),
+    "pairs": ("compressed-tensors int4", {}),
+    "gptq": ("gptq", {}),
+    "awq": ("awq", {}),
 }
-TWO_BLOCKS = {"hidden_size": 192, "moe_intermediate_size": 160, "intermediate_size": 160}
+NUM_GROUPS = {"blocks": 2, "pairs": 6, "gptq": 6, "awq": 3}
+DTYPES = {"integers": torch.int8} | dict.fromkeys(("pairs", "gptq", "awq"), torch.uint8)
+TWO_BLOCKS = {"hidden_size": 192, "moe_intermediate_size": 192, "intermediate_size": 192}
 TOKENS = torch.tensor([[(index * index * 7 + 3) % 61 for index in range(30)]])
 LEVELS = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "_mqa.weight")
 
@@ -70,11 +76,12 @@ def experts_of(model: torch.nn.Module) -> list[QuantizedExperts]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_published_experts_say_what_their_floats_say(family: str, form: str, tmp_path: Path) -> None:
-    folder = publish(tmp_path, family, form)
+    has_rest = DTYPES.get(form) != torch.uint8  # layers beside experts have inputs that do not divide
+    folder = publish(tmp_path, family, form, lambda key: has_rest or "experts" in key)
     model = load_model(folder, torch.float32)
     weights = experts_of(model)[0].gate_up_proj
-    assert weights.levels.dtype == torch.float8_e4m3fn
-    assert weights.scales.shape == (4, 320, 2 if form == "blocks" else 1)
+    assert weights.levels.dtype == DTYPES.get(form, torch.float8_e4m3fn)
+    assert weights.scales.shape == (4, 384, NUM_GROUPS.get(form, 1))
     expected = logits_of(load_model(folder / "floats", torch.float32))
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
 
@@ -88,19 +95,21 @@ def test_the_layer_that_makes_heads_of_latents_is_written_out(tmp_path: Path) ->
     assert torch.equal(attention.kv_b_proj.weight, plain.kv_b_proj.weight)
 
 
-async def test_a_published_model_with_experts_is_served(tmp_path: Path) -> None:
-    folder = publish(tmp_path, "qwen3_moe", "channels", lambda key: "experts" in key)
+@pytest.mark.parametrize(("form", "kind"), [("channels", "fp8"), ("integers", "int8"), ("pairs", "int4")])
+async def test_a_published_model_with_experts_is_served(tmp_path: Path, form: str, kind: str) -> None:
+    folder = publish(tmp_path, "qwen3_moe", form, lambda key: "experts" in key)
     config = EngineConfig(device="cpu", block_size=16, kv_cache_gib=0.002, threads=1, chunk_tokens=32)
     engine = build_engine(config, str(folder), SystemClock())
-    assert engine.quantization.format == "fp8"
+    assert engine.quantization.format == kind
     assert engine.quantization.error < 1e-5, "experts are the source's own numbers"
     (tokens,) = await greedy(engine.loop, [list(range(40))], 8)
     floats = build_engine(config, str(folder / "floats"), SystemClock())
     assert [tokens] == await greedy(floats.loop, [list(range(40))], 8)
 
 
-def test_a_rank_reads_its_own_experts_alone(tmp_path: Path) -> None:
-    folder = publish(tmp_path, "mixtral", "blocks")
+@pytest.mark.parametrize("form", ["blocks", "pairs"])
+def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, form: str) -> None:
+    folder = publish(tmp_path, "mixtral", form, lambda key: "experts" in key)
     whole = experts_of(load_model(folder, torch.float32))[-1]
     parts = []
     for rank in range(2):
@@ -141,15 +150,31 @@ def test_experts_of_which_some_have_few_bits_are_refused(tmp_path: Path) -> None
         load_model(folder, torch.float32)
 
 
-def test_experts_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+def test_an_expert_of_another_format_than_the_others_is_refused(tmp_path: Path) -> None:
     folder = publish(tmp_path, "qwen3_moe", "channels")
 
     def as_whole_numbers(tensors: dict[str, torch.Tensor]) -> None:
-        for key in [key for key in tensors if key.endswith("proj.weight") and "experts" in key]:
-            tensors[key] = tensors[key].float().to(torch.int8)
+        key = "model.layers.1.mlp.experts.2.up_proj.weight"
+        tensors[key] = tensors[key].float().to(torch.int8)
 
-    with pytest.raises(ConfigError, match=r"experts\.\d\.\w+ has levels of I8; experts can be served in fp8"):
+    with pytest.raises(ConfigError, match=r"experts\.2\.up_proj: its inputs share scales otherwise"):
         load_model(edited(folder, as_whole_numbers), torch.float32)
+
+
+def test_zero_points_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "qwen3_moe", "gptq", lambda key: "experts" in key)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"] | {"checkpoint_format": "gptq", "bits": 8}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+    def of_eight_bits(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith(("qweight", "qzeros"))]:
+            # Twice as many words: of the inputs' levels, and of the outputs' zero points.
+            dim = 0 if key.endswith("qweight") else 1
+            tensors[key] = torch.cat([tensors[key]] * 2, dim)
+
+    with pytest.raises(ConfigError, match=r"experts\.0\.\w+: zero points of experts can be served of four"):
+        load_model(edited(folder, of_eight_bits), torch.float32)
 
 
 def test_scales_of_an_expert_that_do_not_fit_are_refused_by_its_name(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from engine.kernels import grouped_experts as kernels
 from engine.kernels.expert_scales import ExpertScales
 from engine.kernels.grouped_experts import ExpertTiles, grouped_experts
 from engine.kernels.many_pairs import Tally
+from engine.nibbles import in_words
+from engine.quantized_weight import packed
 from tests.engine.kernels.paged import DEVICE, relative_error
 
 HIDDEN, INNER, EXPERTS = 40, 24, 6
@@ -23,8 +25,10 @@ def made(num_tokens: int, chosen: int, seed: int = 0, inner: int = INNER) -> tup
     return tuple(item.to(DEVICE) for item in (rows, gate_up, down, experts, weights))
 
 
-def of_levels(gate_up: torch.Tensor, down: torch.Tensor, group: int):
+def of_levels(gate_up: torch.Tensor, down: torch.Tensor, group: int, kind: str = "fp8"):
     """Return experts rounded to levels, with a scale for each output and group (0: all), and their floats."""
+    if kind != "fp8":
+        return of_whole_numbers(gate_up, down, group, kind)
     made = []
     for weight in (gate_up, down):
         size = group or weight.shape[2]
@@ -35,6 +39,29 @@ def of_levels(gate_up: torch.Tensor, down: torch.Tensor, group: int):
         floats = (levels.float() * scales[..., None]).flatten(2)[..., : weight.shape[2]]
         kept = levels.float().flatten(2)[..., : weight.shape[2]].to(torch.float8_e4m3fn).contiguous()
         made.append((kept, scales.contiguous(), floats))
+    (gate_up, gate_up_scales, gate_up_floats), (down, down_scales, down_floats) = made
+    return gate_up, down, ExpertScales(gate_up_scales, down_scales, group), (gate_up_floats, down_floats)
+
+
+def of_whole_numbers(gate_up: torch.Tensor, down: torch.Tensor, group: int, kind: str):
+    """Return experts of integers of 8 bits, or of 4 with zero points, as `of_levels`."""
+    made = []
+    for weight in (gate_up, down):
+        size = group or weight.shape[2]
+        groups = -(-weight.shape[2] // size)
+        most = 127 if kind == "int8" else 7
+        scales = weight.abs().amax(2, keepdim=True).expand(-1, -1, groups) / most
+        scales = scales * torch.linspace(0.8, 1.2, groups, device=weight.device)
+        zeros = (torch.arange(scales.numel(), device=weight.device) % 17 - 8).float().view_as(scales)
+        zeros = torch.zeros_like(scales) if kind == "int8" else zeros
+        spread = [part.repeat_interleave(size, 2)[..., : weight.shape[2]] for part in (scales, zeros)]
+        levels = (weight / spread[0] + spread[1]).round().clamp(-most - 1, most)
+        floats = (levels - spread[1]) * spread[0]
+        if kind == "int8":
+            made.append((levels.to(torch.int8), scales.contiguous(), floats))
+        else:
+            pairs = packed(levels.to(torch.int8).flatten(0, 1)).view(*weight.shape[:2], -1)
+            made.append((pairs, in_words(scales, zeros), floats))
     (gate_up, gate_up_scales, gate_up_floats), (down, down_scales, down_floats) = made
     return gate_up, down, ExpertScales(gate_up_scales, down_scales, group), (gate_up_floats, down_floats)
 
@@ -71,18 +98,23 @@ def test_experts_of_another_rank_add_nothing_and_all_tokens_may_want_one() -> No
     assert not grouped_experts(*case).any()
 
 
+KINDS = {"fp8": 3e-6, "int8": 3e-6, "int4": 2e-5}
+"""Kinds of levels and how far the kernels may be off: a zero point takes the last bits of its scale."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize(("num_tokens", "chosen"), [(3, 2), (40, 3)])
-def test_levels_say_what_their_floats_say(num_tokens: int, chosen: int, group: int) -> None:
+def test_levels_say_what_their_floats_say(num_tokens: int, chosen: int, group: int, kind: str) -> None:
     rows, gate_up, down, experts, weights = made(num_tokens, chosen, inner=50)
     experts[0, 0] = EXPERTS + 3
-    gate_up, down, scales, floats = of_levels(gate_up, down, group)
+    gate_up, down, scales, floats = of_levels(gate_up, down, group, kind)
     expected = definition(rows, *floats, experts, weights)
     found = grouped_experts(rows, gate_up, down, experts, weights, scales=scales)
-    assert relative_error(found, expected) < 3e-6
+    assert relative_error(found, expected) < KINDS[kind]
     tiles = ExpertTiles(16, 16, 16, 4, 2)
     found = grouped_experts(rows, gate_up, down, experts, weights, tiles, scales=scales)
-    assert relative_error(found, expected) < 3e-6
+    assert relative_error(found, expected) < KINDS[kind]
 
 
 def test_levels_are_widened_to_rows_of_few_bits() -> None:
@@ -140,6 +172,9 @@ def test_what_the_kernels_do_not_take_is_refused_by_name() -> None:
     gate_up, down, scales, _ = of_levels(gate_up, down, 32)
     with pytest.raises(ValueError, match="do not fit"):
         grouped_experts(rows, gate_up, down, experts, weights, scales=scales._replace(group=64))
+    pairs = [each.view(torch.uint8)[..., ::2].contiguous() for each in (gate_up, down)]
+    with pytest.raises(ValueError, match=r"scales of torch\.float32 do not fit levels of torch\.uint8"):
+        grouped_experts(rows, *pairs, experts, weights, scales=scales)
     few = scales._replace(down=scales.down[:1])
     with pytest.raises(ValueError, match="do not fit levels"):
         grouped_experts(rows, gate_up, down, experts, weights, scales=few)

@@ -7,7 +7,7 @@ from engine.kernels import one_token_experts as kernels
 from engine.kernels.many_pairs import Tally
 from engine.kernels.one_token_experts import one_token_experts
 from tests.engine.kernels.paged import DEVICE, relative_error
-from tests.engine.kernels.test_grouped_experts import EXPERTS, definition, made, of_levels
+from tests.engine.kernels.test_grouped_experts import EXPERTS, KINDS, definition, made, of_levels
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 3, 6])
@@ -20,17 +20,18 @@ def test_the_sum_over_a_tokens_experts_is_each_experts_own(chosen: int, is_cut: 
     assert relative_error(one_token_experts(*case), definition(*case)) < 3e-6
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_levels_say_what_their_floats_say(group: int, is_cut: bool, monkeypatch) -> None:
+def test_levels_say_what_their_floats_say(kind: str, group: int, is_cut: bool, monkeypatch) -> None:
     if is_cut:
         for name, value in (("COLUMNS", 4), ("STEP", 32), ("DOWN_COLUMNS", 4), ("DOWN_STEP", 16)):
             monkeypatch.setattr(kernels, name, value)
     row, gate_up, down, experts, weights = made(1, 3, inner=50)
     experts[0, 1] = EXPERTS + 1
-    gate_up, down, scales, floats = of_levels(gate_up, down, group)
+    gate_up, down, scales, floats = of_levels(gate_up, down, group, kind)
     found = one_token_experts(row, gate_up, down, experts, weights, scales=scales)
-    assert relative_error(found, definition(row, *floats, experts, weights)) < 3e-6
+    assert relative_error(found, definition(row, *floats, experts, weights)) < KINDS[kind]
 
 
 def test_experts_of_another_rank_add_nothing_and_are_not_counted() -> None:
