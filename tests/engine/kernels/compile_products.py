@@ -50,7 +50,7 @@ def compile_order(is_counted: int) -> None:
 
 def compile_experts(levels: str, group: int, dtype: str = "*bf16") -> None:
     is_scaled = int(levels != dtype)
-    scales = {"scales": "*fp32" if is_scaled else dtype}
+    scales = {"scales": ("*i32" if levels == "*u8" else "*fp32") if is_scaled else dtype}
     sizes = dict.fromkeys(("num_experts", "hidden", "inner"), "i32")
     order = dict.fromkeys(("order", "starts"), "*i32")
     gate_up = {"rows": dtype, "gate_up": levels} | scales | {"between": dtype}
@@ -69,7 +69,7 @@ def compile_experts(levels: str, group: int, dtype: str = "*bf16") -> None:
 def main() -> None:
     for is_counted in (0, 1):
         compile_order(is_counted)
-    for levels, group in (("*bf16", 0), ("*fp8e4nv", 0), ("*fp8e4nv", 128)):
+    for levels, group in (("*bf16", 0), ("*fp8e4nv", 0), ("*fp8e4nv", 128), ("*i8", 0), ("*u8", 128)):
         compile_experts(levels, group)
     for parts in (1, 8):
         for levels, group, has_zeros in (("*fp8e4nv", 0, 0), ("*i8", 64, 1)):
@@ -96,7 +96,7 @@ def main() -> None:
         for sums, rows in ((1, 8), (0, 128)):
             compile_kernel(
                 nibble_product._row_tile, nibbles | {"num_units": "i32", "units_per_group": "i32"},
-                HALF=64, ROWS=rows, COLUMNS=64, PARTS=parts, EVEN=1, SUMS=sums,
+                HALF=16 if sums else 64, ROWS=rows, COLUMNS=64, PARTS=parts, EVEN=1, SUMS=sums,
             )  # fmt: skip
 
 
