@@ -120,41 +120,26 @@ def weights_bytes(folder: Path, engine: EngineConfig) -> int:
 
     0 where there is no such file: nothing is known then, and nothing is refused for it.
     """
-    of_gguf = _is_of_gguf(folder)
-    return sum(_file_bytes(path, engine, of_gguf) for path in folder.glob("*.safetensors"))
+    return sum(_file_bytes(path, engine) for path in folder.glob("*.safetensors"))
 
 
-def _is_of_gguf(folder: Path) -> bool:
-    """Return whether a CPU writes a folder's levels out, as `engine/quantization.py` does."""
-    # Whoever loads a damaged folder says what is wrong with it.
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        config = json.loads((folder / "config.json").read_text())
-        return bool(config["quantization_config"]["quant_method"] == "gguf")
-    return False
-
-
-def _file_bytes(path: Path, engine: EngineConfig, of_gguf: bool) -> int:
+def _file_bytes(path: Path, engine: EngineConfig) -> int:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else {}
         return sum(
-            _tensor_bytes(name, each, engine, of_gguf)
-            for name, each in header.items()
-            if name != "__metadata__"
+            _tensor_bytes(name, each, engine) for name, each in header.items() if name != "__metadata__"
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
 
 
-def _tensor_bytes(name: str, header: Mapping[str, Any], engine: EngineConfig, of_gguf: bool) -> int:
+def _tensor_bytes(name: str, header: Mapping[str, Any], engine: EngineConfig) -> int:
     """Return what one tensor of a file takes once it is loaded."""
     count: int = math.prod(header["shape"])
     of_float = DTYPE_BYTES[engine.dtype]
     stored = STORED_BYTES.get(header["dtype"])
-    if of_gguf and name.endswith(".levels"):
-        # Written out before anything else is done with them.
-        count, stored = count * (2 if header["dtype"] == "U8" else 1), None
     if EXPERT in name and stored is not None:
         return count * (4 if header["dtype"] == "I32" else 1)
     if EXPERT in name and engine.quantization != "none" and len(header["shape"]) > 1:

@@ -19,7 +19,6 @@ from deploy.capacity import (
     refusal,
     weights_bytes,
 )
-from engine.model_store import GGUF
 
 NEED = {"prefill": Need(kv_cache=GIB, processes=0), "decode": Need(kv_cache=3 * GIB, processes=0)}
 MANY = Offer(100 * GIB, 1000)
@@ -188,14 +187,6 @@ def test_published_levels_of_experts_are_counted_as_they_are(tmp_path, dtype, si
 def test_experts_that_are_quantised_at_load_are_counted_by_their_levels(tmp_path, quantization, size):
     write_weights(tmp_path, **{"layers.0.mlp.experts.gate_up_proj": ("BF16", 4, 10, 20)})
     assert weights_bytes(tmp_path, EngineConfig(quantization=quantization)) == size
-
-
-@pytest.mark.parametrize(("quantization", "size"), [("none", 4), ("int8", 1)])
-def test_levels_of_a_gguf_file_are_counted_as_the_floats_that_a_cpu_writes_out(tmp_path, quantization, size):
-    write_weights(tmp_path, **{"q_proj.levels": ("I8", 10, 20), "up_proj.levels": ("U8", 10, 20)})
-    published = {"quantization_config": {"quant_method": GGUF}}
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    assert weights_bytes(tmp_path, EngineConfig(quantization=quantization)) == (200 + 400) * size
 
 
 def test_published_levels_are_counted_as_a_cpu_keeps_them(tmp_path):
