@@ -64,12 +64,12 @@ def one_token_experts(
     is_scaled = scales is not None
     _gate_up_rows[(triton.cdiv(inner, COLUMNS), chosen)](
         row, gate_up, gate_up_scales, between, experts, choices, slots, num_experts, hidden, inner,
-        IS_COUNTED=tally is not None, COLUMNS=COLUMNS, STEP=max(STEP, group),
+        IS_COUNTED=tally is not None, COLUMNS=COLUMNS, STEP=STEP,
         IS_SCALED=is_scaled, GROUP=group, num_warps=4,
     )  # fmt: skip
     _down_rows[(triton.cdiv(hidden, DOWN_COLUMNS),)](
         between, down, down_scales, output, experts, weights, num_experts, hidden, inner, chosen,
-        CHOSEN_PAD=triton.next_power_of_2(chosen), COLUMNS=DOWN_COLUMNS, STEP=max(DOWN_STEP, down_group),
+        CHOSEN_PAD=triton.next_power_of_2(chosen), COLUMNS=DOWN_COLUMNS, STEP=DOWN_STEP,
         IS_SCALED=is_scaled, GROUP=down_group, num_warps=4,
     )  # fmt: skip
     return output
@@ -79,12 +79,16 @@ def one_token_experts(
 def _times_scales(
     w, scale, is_row, start, num_groups, ROWS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return levels, float32 [ROWS, STEP], less zero points and times scales; they begin with a group."""
-    group = start // GROUP + tl.arange(0, STEP // GROUP)
-    mask = is_row[:, None] & (group < num_groups)[None, :]
-    of_group = tl.load(scale[:, None] + group[None, :], mask=mask, other=0)
-    of_input = tl.broadcast_to(of_group[:, :, None], [ROWS, STEP // GROUP, GROUP])
-    scales, zeros = _scales_and_zeros(tl.reshape(of_input, [ROWS, STEP]))
+    """Return levels, float32 [ROWS, STEP] of whole groups or within one, less zero points, times scales."""
+    if GROUP > STEP:
+        of_row = tl.load(scale + start // GROUP, mask=is_row, other=0)
+        scales, zeros = _scales_and_zeros(tl.broadcast_to(of_row[:, None], [ROWS, STEP]))
+    else:
+        group = start // GROUP + tl.arange(0, STEP // GROUP)
+        mask = is_row[:, None] & (group < num_groups)[None, :]
+        of_group = tl.load(scale[:, None] + group[None, :], mask=mask, other=0)
+        of_input = tl.broadcast_to(of_group[:, :, None], [ROWS, STEP // GROUP, GROUP])
+        scales, zeros = _scales_and_zeros(tl.reshape(of_input, [ROWS, STEP]))
     return (w - zeros) * scales
 
 

@@ -55,7 +55,7 @@ def compile_experts(levels: str, group: int, dtype: str = "*bf16") -> None:
     order = dict.fromkeys(("order", "starts"), "*i32")
     gate_up = {"rows": dtype, "gate_up": levels} | scales | {"between": dtype}
     down = {"between": dtype, "down": levels} | scales | {"output": dtype}
-    tile = {"ROWS": 32, "COLUMNS": 64, "STEP": group or 128, "IS_SCALED": is_scaled, "GROUP": group}
+    tile = {"ROWS": 32, "COLUMNS": 64, "STEP": min(group or 128, 128), "IS_SCALED": is_scaled, "GROUP": group}
     compile_kernel(grouped_experts._gate_up_tile, gate_up | order | sizes | {"num_chosen": "i32"}, **tile)
     compile_kernel(grouped_experts._down_tile, down | order | sizes, **tile)
     row = {"row": dtype, "gate_up": levels} | scales | {"between": dtype, "experts": "*i64"}
@@ -69,8 +69,9 @@ def compile_experts(levels: str, group: int, dtype: str = "*bf16") -> None:
 def main() -> None:
     for is_counted in (0, 1):
         compile_order(is_counted)
-    for levels, group in (("*bf16", 0), ("*fp8e4nv", 0), ("*fp8e4nv", 128), ("*i8", 0), ("*u8", 128)):
-        compile_experts(levels, group)
+    for levels, groups in {"*bf16": (0,), "*fp8e4nv": (0, 128), "*i8": (0,), "*u8": (128, 8192)}.items():
+        for group in groups:
+            compile_experts(levels, group)
     for parts in (1, 8):
         for levels, group, has_zeros in (("*fp8e4nv", 0, 0), ("*i8", 64, 1)):
             weight = {"rows": "*bf16", "levels": levels, "scales": "*fp32", "zeros": "*fp32"}
