@@ -113,11 +113,14 @@ class QuantizedExperts(nn.Module):
     """
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, num_all: int | None = None) -> None:
-        """Take weights of equal groups; raises ValueError where both have several groups, and they differ.
+        """Take weights of one format and, of several groups, equal ones; raises ValueError for others.
 
         Args:
             num_all: Experts of the whole model, of which a rank may have read its share; None: these."""
         super().__init__()
+        if gate_up.format is not down.format:
+            formats = f"{gate_up.format.value}, and down of {down.format.value}"
+            raise ValueError(f"gate and up have levels of {formats}: the three must be alike")
         groups = {each.group for each in (gate_up, down) if each.scales.shape[-1] > 1}
         if len(groups) > 1:
             raise ValueError(f"gate, up and down have groups of {sorted(groups)} inputs")

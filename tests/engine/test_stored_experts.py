@@ -161,6 +161,17 @@ def test_an_expert_of_another_format_than_the_others_is_refused(tmp_path: Path) 
         load_model(edited(folder, as_whole_numbers), torch.float32)
 
 
+def test_experts_whose_down_has_another_format_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    folder = publish(tmp_path, "qwen3_moe", "channels")
+
+    def as_whole_numbers(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if "experts" in key and key.endswith("down_proj.weight")]:
+            tensors[key] = tensors[key].float().to(torch.int8)
+
+    with pytest.raises(ConfigError, match=r"gate and up have levels of fp8, and down of int8"):
+        load_model(edited(folder, as_whole_numbers), torch.float32)
+
+
 def test_zero_points_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:
     folder = publish(tmp_path, "qwen3_moe", "gptq", lambda key: "experts" in key)
     config = json.loads((folder / "config.json").read_text())
