@@ -88,6 +88,9 @@ def weight_of(
             f"{layer}: its levels are [{weight.out_features}, {weight.in_features}], the model's "
             f"[{shape[0]}, {shape[1]}]"
         )
+    wanted = shape[0], -(-shape[1] // max(1, weight.group))
+    if weight.scales.shape != wanted:
+        raise ConfigError(f"{layer}: its scales are {list(weight.scales.shape)}; {list(wanted)} are wanted")
     return weight
 
 

@@ -1,6 +1,7 @@
 """Checkpoints as they are published in few bits are served level for level, or refused by name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from base.config import EngineConfig
 from base.errors import ConfigError
 from engine.build import build_engine
 from engine.integer_product import has_integer_products
-from engine.published_weights import published_format
+from engine.published_weights import published_format, weight_of
 from engine.quantized_linear import QuantizedLinear
 from engine.weights import load_model
 from tests.engine.builders import greedy
@@ -279,6 +280,20 @@ def test_tensors_that_do_not_fit_are_refused_by_layer(name, part, tensor, reason
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=f"layers.1.self_attn.q_proj.*({reason})"):
         load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(63, 1), (63, 24), (64, 16)])
+def test_scales_that_are_not_one_for_each_output_and_group_are_refused(shape: tuple[int, int]) -> None:
+    tensors = {
+        "qweight": torch.zeros(250, 16, dtype=torch.int32),
+        "qzeros": torch.full((64, 2), 0x77777777, dtype=torch.int32),  # zero points that are all 0
+        "scales": torch.ones(63, 16),
+    }
+    gptq = published_format({"quant_method": "gptq", "bits": 4})
+    assert weight_of(gptq, "layer", tensors, (16, 2000)).group == 32
+    reason = f"layer: its scales are {[shape[1], shape[0]]}; [16, 63] are wanted"
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        weight_of(gptq, "layer", tensors | {"scales": torch.ones(shape)}, (16, 2000))
 
 
 def test_few_bits_of_what_is_no_linear_layer_are_refused(tmp_path: Path) -> None:
