@@ -117,8 +117,13 @@ class QuantizedWeight:
         return replace(self, levels=self.levels[rows].clone(), scales=self.scales[rows].clone(), zeros=zeros)
 
     def inputs(self, first: int, count: int) -> QuantizedWeight:
-        """Return a copy of `count` inputs; raises ValueError if that cuts a group."""
+        """Return a copy of `count` inputs; raises ValueError if that cuts a group, or a byte."""
         is_one = self.scales.shape[1] == 1
+        per_level = 2 if self.format is WeightFormat.INT4 else 1
+        if first % per_level or count % per_level:
+            raise ValueError(
+                f"{count} inputs from {first} on cut a byte, in which two levels of four bits lie"
+            )
         if is_one:
             groups = slice(0, 1)
         elif first % self.group or count % self.group:
@@ -127,7 +132,6 @@ class QuantizedWeight:
             )
         else:
             groups = slice(first // self.group, (first + count) // self.group)
-        per_level = 2 if self.format is WeightFormat.INT4 else 1
         columns = slice(first // per_level, (first + count) // per_level)
         return replace(
             self,

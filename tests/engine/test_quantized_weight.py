@@ -54,6 +54,14 @@ def test_a_share_that_cuts_a_group_is_refused() -> None:
         quantized(WEIGHT, WeightFormat.INT4).inputs(16, 64)
 
 
+def test_a_share_that_cuts_a_byte_is_refused() -> None:
+    whole = quantized(WEIGHT[:, :6], WeightFormat.INT4)
+    for first in (0, 3):
+        with pytest.raises(ValueError, match=f"3 inputs from {first} on cut a byte"):
+            whole.inputs(first, 3)
+    assert torch.equal(whole.inputs(2, 4).dequantized(), whole.dequantized()[:, 2:])
+
+
 def test_layers_of_one_input_are_put_together() -> None:
     parts = [quantized(part, WeightFormat.INT4) for part in WEIGHT.split(16)]
     assert are_alike(parts)
