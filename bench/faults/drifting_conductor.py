@@ -21,7 +21,7 @@ def drawn(
     """Return a change of any node that is not the last of its role."""
     masks = {Role.PREFILL: view.prefill_mask, Role.DECODE: view.decode_mask}
     changes = [
-        RoleChange(view.node_at(slot).info.node_id, OTHER[role])
+        RoleChange(view.members[slot].info.node_id, OTHER[role])
         for role, mask in masks.items()
         if mask.bit_count() > 1
         for slot in bits_of(mask)

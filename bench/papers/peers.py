@@ -183,7 +183,7 @@ def peer_policy(name: str) -> PrefillPolicy:
         nodes = []
         for slot in bits_of(view.prefill_mask):
             choice = candidate(request, slot, depths.get(slot, 0), view, cost, now_s)
-            state = view.node_at(slot)
+            state = view.members[slot]
             nodes.append(Node(state, choice.local_blocks, choice, cost))
         return rule(request, nodes, view).choice
 

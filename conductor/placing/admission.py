@@ -34,6 +34,8 @@ from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 # Bounds of Retry-After: sooner is no relief, later and the client has given up.
 RETRY_AFTER_S = (0.5, 60.0)
 
+# Looked up once: a member of an enum takes longer than a call.
+NONE, LATE, PREDICT = RejectPolicy.NONE, RejectPolicy.LATE, RejectPolicy.PREDICT
 
 # Share that predicted sequences may take of what a bound leaves above a step without any. They are
 # predicted with contexts as long as on average over their lives, and others may come. Aiming at the
@@ -55,19 +57,21 @@ def refusal(
 
     Who is refused though there is room takes that of several others.
     """
-    policy, slo = settings.reject, request.slo
-    if policy is RejectPolicy.NONE:
+    policy = settings.reject
+    if policy is NONE:
         return None
+    bound_s, tbt_slo_s, _ = request.slo
     ttft_s = request.waited_s + placement.predicted_ttft_s
     # who was let wait with some room is not sent away for having lost a part of it
-    bound_s = slo.ttft_slo_s * (1.0 if request.is_promised else settings.ttft_headroom)
+    if not request.is_promised:
+        bound_s *= settings.ttft_headroom
     if ttft_s > bound_s:
         return RejectReason.TTFT, _bounded(ttft_s - bound_s), False
-    if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE or not request.max_tokens:
+    if tbt_slo_s == inf or policy is LATE or not request.max_tokens:
         return None
     node = view.node(placement.decode_node)
-    bound_s, others_s = step_limit_s(slo.tbt_slo_s, cost, node.learned.decode.ratio), 0.0
-    if policy is RejectPolicy.PREDICT:
+    bound_s, others_s = step_limit_s(tbt_slo_s, cost, node.learned.decode.ratio), 0.0
+    if policy is PREDICT:
         others_s = displaced_s(request, placement, view, cost)
         # in time beside all who were placed and have not ended: it does not matter who has by then
         sequences = view.projection.num_sequences + view.foreign_sequences
@@ -87,8 +91,8 @@ def step_limit_s(tbt_slo_s: float, cost: CostModel, ratio: float = 1.0) -> float
 
     `ratio` is what was learned of the node's steps.
     """
-    empty_s = min(tbt_slo_s, cost.decode_step_s(0, 0) * ratio)
-    return empty_s + TBT_HEADROOM * (tbt_slo_s - empty_s)
+    empty_s = cost.empty_step_s * ratio
+    return tbt_slo_s if empty_s > tbt_slo_s else empty_s + TBT_HEADROOM * (tbt_slo_s - empty_s)
 
 
 def decode_tbt_s(
@@ -104,7 +108,7 @@ def decode_tbt_s(
     Where prefill nodes decode too, it is at least that of the chosen node as it is.
     """
     sequences, tokens = float(view.running_sequences), view.running_context_tokens
-    if policy is RejectPolicy.PREDICT:
+    if policy is PREDICT:
         sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
     return _pool_tbt_s(request, view.node(placement.decode_node), view, cost, sequences, tokens)
 
@@ -143,7 +147,7 @@ def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterVi
     if price <= 1.0 or not (view.num_in_flight or view.running_sequences):
         return 0.0
     ratio = view.node(placement.decode_node).learned.decode.ratio
-    own_s = cost.decode_step_s(1, request.num_tokens) - cost.decode_step_s(0, 0)
+    own_s = cost.decode_step_s(1, request.num_tokens) - cost.empty_step_s
     return (price - 1.0) * own_s * ratio
 
 
@@ -159,7 +163,7 @@ def admit_to_decode(
 
     `ratio` is what was learned of the node.
     """
-    if policy is RejectPolicy.NONE:
+    if policy is NONE:
         return True
     return joined_tbt_s(node, cost, context_tokens, ratio) <= step_limit_s(slo.tbt_slo_s, cost, ratio)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from math import inf, nan
 
 from base.messages import Heartbeat, NodeInfo
@@ -69,6 +70,8 @@ class ClusterView:
         self.num_prefill = 1  # nodes of that mask, or 1 where there is none: seconds are divided by it
         self.decode_mask = 0
         self.lent_mask = 0  # prefill nodes that decode all the same (`lent_decode.py`)
+        self.members: dict[int, NodeState] = {}
+        """The nodes that are attached now, by slot."""
         self.projection = DecodeProjection(initial_decode_s)
         self.running_sequences = 0
         self.running_context_tokens = 0.0
@@ -88,7 +91,6 @@ class ClusterView:
         """Predicted seconds of prefill placed a second, of nodes that do nothing else."""
         self._cost = cost
         self._nodes: dict[NodeId, NodeState] = {}
-        self._slots: list[NodeState | None] = []
         self._in_flight: dict[RequestId, InFlight] = {}
 
     # Membership
@@ -102,13 +104,11 @@ class ClusterView:
         self.require_compatible(info)
         if info.node_id in self._nodes:
             self.remove_node(info.node_id)
-        slot = next((slot for slot, node in enumerate(self._slots) if node is None), len(self._slots))
-        if slot == len(self._slots):
-            self._slots.append(None)
+        slot = next(slot for slot in count() if slot not in self.members)
         capacity_tokens = info.num_blocks * info.block_size
         events, learned = NodeEvents(self.index, slot), self.corrections.of(info.node_id)
         node = NodeState(info, slot, events, learned, capacity_tokens, float(capacity_tokens))
-        self._slots[slot] = self._nodes[info.node_id] = node
+        self.members[slot] = self._nodes[info.node_id] = node
         self._refresh_roles(node, now_s)
         return node
 
@@ -124,7 +124,7 @@ class ClusterView:
         node.is_member = False
         self._note_foreign(node, None)
         self._refresh_roles(node, 0.0)
-        self._slots[node.slot] = None
+        del self.members[node.slot]
         self.index.remove_node(node.slot)
         self.paces.remove(node.slot)
         self.corrections.forget(node_id)
@@ -149,13 +149,6 @@ class ClusterView:
         """Return whether a node is attached now."""
         return node_id in self._nodes
 
-    def node_at(self, slot: int) -> NodeState:
-        """Return the member in a slot; raises KeyError where there is none."""
-        node = self._slots[slot]
-        if node is None:
-            raise KeyError(f"slot {slot}")
-        return node
-
     def mask_of(self, node_ids: Sequence[NodeId]) -> int:
         """Return the slots of those that are members."""
         mask = 0
@@ -166,7 +159,7 @@ class ClusterView:
 
     def nodes(self) -> list[NodeState]:
         """Return the members, in the order of their slots."""
-        return [node for node in self._slots if node is not None]
+        return [self.members[slot] for slot in sorted(self.members)]
 
     def node_ids(self) -> list[NodeId]:
         """Return the members, in the order they came."""
@@ -180,9 +173,9 @@ class ClusterView:
         slot = self._nodes[node_id].slot
         queue_s = step_s = nan
         if self.prefill_mask >> slot & 1:
-            queue_s = max(0.0, self.prefill_order.value(slot) - now_s)
+            queue_s = max(0.0, self.prefill_order.values[slot] - now_s)
         if self.decode_mask >> slot & 1:
-            step_s = self._step_s(self.node_at(slot))
+            step_s = self._step_s(self.members[slot])
         return queue_s, step_s
 
     # What nodes report
@@ -203,7 +196,7 @@ class ClusterView:
             self.set_roles(node_id, roles, now_s)
         if self.prefill_mask >> node.slot & 1:
             # the prefill under way is part done: our own queue goes on ending when it did
-            ours_ends_s = self.prefill_order.value(node.slot) - node.foreign_queue_s
+            ours_ends_s = self.prefill_order.values[node.slot] - node.foreign_queue_s
             self.prefill_order.set(node.slot, max(now_s, ours_ends_s) + foreign_s)
         node.foreign_queue_s = foreign_s
         self._reorder(node)
@@ -359,7 +352,7 @@ class ClusterView:
 
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether a decode node's whole cache has room for so many tokens and one more."""
-        return any(self.node_at(slot).capacity_tokens > num_tokens for slot in bits_of(self.decode_mask))
+        return any(self.members[slot].capacity_tokens > num_tokens for slot in bits_of(self.decode_mask))
 
     @property
     def num_behind(self) -> float:
@@ -369,7 +362,7 @@ class ClusterView:
     def settle(self, now_s: float) -> None:
         """Bring what changes by itself up to a moment, before anything is chosen."""
         for slot in self.prefill_order.settle(now_s):
-            node = self.node_at(slot)
+            node = self.members[slot]
             if overdue_s := node.overdue_s:
                 self.prefill_order.set(slot, now_s + overdue_s + node.foreign_queue_s)
         is_dear = self.room_price.price > 1.0  # else the mean of many decode times is for nobody
@@ -400,7 +393,7 @@ class ClusterView:
         node, decode = flight.prefill, flight.decode
         prefills = self.prefill_mask >> node.slot & 1
         if prefills:
-            start_s = max(start_s, self.prefill_order.value(node.slot))
+            start_s = max(start_s, self.prefill_order.values[node.slot])
         self.num_queued += 1
         node.num_queued += 1
         node.num_prompts += 1
@@ -482,7 +475,7 @@ class ClusterView:
         """Let `lent_mask` say whether `node` is a prefill node that decodes."""
         bit = 1 << node.slot
         lends = node.decode_sequences and self.prefill_mask & ~self.decode_mask & bit
-        if self._slots[node.slot] is node:  # requests of a dead one end when another has its slot
+        if self.members.get(node.slot) is node:  # requests of a dead one end when another has its slot
             self.lent_mask = self.lent_mask | bit if lends else self.lent_mask & ~bit
 
     def _refresh_roles(self, node: NodeState, now_s: float) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from math import exp, log
 
 from base.step_cost import StepCost, hit_share
 from conductor.placing.profile import Profile
@@ -70,6 +71,8 @@ class CostModel:
         self._transfer = (profile.transfer_fixed_s, profile.kv_token_bytes, profile.transfer_bytes_per_s)
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
         self._experts_s, self._expert_share = profile.decode_experts_s, profile.expert_share
+        self.empty_step_s = self.decode_step_s(0, 0)
+        """Seconds of a step in which nothing decodes: what is there whoever joins."""
 
     def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
         """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
@@ -171,14 +174,15 @@ class LearnedTerm:
         self.trend = _within(self.covariance / (self.variance + TREND_VARIANCE), TREND_LIMIT)
 
     def corrected_s(self, predicted_s: float) -> float:
-        if not self.trend or predicted_s <= 0:
+        trend = self.trend
+        if not trend or predicted_s <= 0:
             return predicted_s * self.ratio
-        off_size = math.log(predicted_s / self.usual_s)
+        off_size = log(predicted_s / self.usual_s)
         if off_size > TREND_REACH:
             off_size = TREND_REACH
         elif off_size < -TREND_REACH:
             off_size = -TREND_REACH
-        return predicted_s * self.ratio * math.exp(self.trend * off_size)
+        return predicted_s * self.ratio * exp(trend * off_size)
 
     def approach(self, log_ratio: float) -> None:
         """Believe half of what is off from `log_ratio`; what is measured next counts for the other half."""

@@ -19,7 +19,7 @@ from conductor.placing.decision_lines import decision_to
 from conductor.placing.decisions import Actual, Decision, NodeSeen, decide_again, view_of
 from conductor.placing.inline_prefill import beside_decoding
 from conductor.placing.placement import Placement
-from conductor.placing.prefill_policies import PrefillComparison
+from conductor.placing.prefill_policies import compared
 from conductor.placing.refused import judged, would_be
 from conductor.placing.scheduler import tokens_needed
 from conductor.placing.scheduler_settings import SchedulerSettings
@@ -260,9 +260,9 @@ def _prefill_candidates(
     """Return what each node that could prefill would have taken, the least first, those to avoid last."""
     view = view_of(made, cost)
     groups = view.index.match(made.asked.chain)
-    known = PrefillComparison(made.asked, groups, view, cost, settings, made.decided_at_s)
+    rest = groups, view, cost, settings, made.decided_at_s
     choices = [
-        (node, known.choice(view.node(node.node_id).slot, node.matched_blocks))
+        (node, compared(made.asked, view.node(node.node_id).slot, node.matched_blocks, *rest))
         for node in nodes
         if node.prefills
     ]

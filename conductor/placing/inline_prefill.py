@@ -57,7 +57,7 @@ def inline_placement(
     for node, depth in _candidates(decoding, groups, view, request.avoid):
         beside = beside_decoding(request, node, depth, needed, view, cost)
         # what it takes of others, and of caches, comes on top
-        if beside is None or _ttft_s(node, beside) >= least_s:
+        if beside is None or beside[0] + beside[1] + node.learned.added_s >= least_s:
             continue
         found = _inline(request, node, depth, beside, view, cost)
         load = min(MOST_LOAD, decode_load(node, cost, node.learned.decode.ratio))
@@ -90,7 +90,7 @@ def _candidates(
         slot = view.decode_order.least(holders)
         if slot is not None:
             if slot != chosen.slot:
-                found.append((view.node_at(slot), depth))
+                found.append((view.members[slot], depth))
             break
     return found
 
@@ -120,7 +120,7 @@ def _inline(
         0.0,
         prefill_s,
         0.0,
-        _ttft_s(node, beside),
+        queue_s + prefill_s + node.learned.added_s,
         tbt_s,
         node.learned.added_s,
         True,
@@ -152,8 +152,3 @@ def beside_decoding(
     if share < LEAST_SHARE:
         return None
     return node.queued_s + step_s, prefill_s / share, share
-
-
-def _ttft_s(node: NodeState, beside: Beside) -> float:
-    queue_s, prefill_s, _ = beside
-    return queue_s + prefill_s + node.learned.added_s

@@ -62,7 +62,7 @@ class Learner:
         view = self._view
         since_s = max(self._doubted_at_s, self._learned_at_s + DOUBT_AFTER_S)
         slot = view.prefill_order.least(view.prefill_mask)
-        if now_s > since_s and slot is not None and not view.node_at(slot).num_queued:
+        if now_s > since_s and slot is not None and not view.members[slot].num_queued:
             view.corrections.relax(0.5 ** ((now_s - since_s) / DOUBT_HALF_LIFE_S))
             self._doubted_at_s = now_s
 

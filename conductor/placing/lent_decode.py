@@ -67,7 +67,7 @@ def lent_node(
         is_short = found.predicted_tbt_s > bearable_s(request, decoding, cost)
     if is_short:
         return _lender(request, computing, needed, view, cost) if _has_time(view, now_s) else None
-    if isinstance(found, Rejection) or found.prefill_node == found.decode_node:
+    if not view.copy_price.block_s or isinstance(found, Rejection) or found.prefill_node == found.decode_node:
         return None
     moved = len(request.chain) - found.decode_matched_blocks
     stored_s = moved * copy_s(view) * decoding.evict_share
@@ -110,14 +110,14 @@ def _has_time(view: ClusterView, now_s: float) -> bool:
     slot = view.prefill_order.least(members)
     if slot is None:
         return False
-    queue_s = max(0.0, view.prefill_order.value(slot) - now_s)
+    queue_s = max(0.0, view.prefill_order.values[slot] - now_s)
     return view.prefill_demand.at(now_s) / members.bit_count() + queue_s / QUEUE_S < SPARE_FROM
 
 
 def _lender(
     request: PlacementRequest, computing: NodeState, needed: float, view: ClusterView, cost: CostModel
 ) -> NodeState | None:
-    nodes = [view.node_at(slot) for slot in bits_of(view.lent_mask, MAX_LENDERS)]
+    nodes = [view.members[slot] for slot in bits_of(view.lent_mask, MAX_LENDERS)]
     if computing not in nodes:
         nodes.append(computing)
     return next(

@@ -35,7 +35,8 @@ class LoadOrder:
     """Nodes, small integers, ordered by a value. Every operation is O(log n) comparisons."""
 
     def __init__(self) -> None:
-        self._values: dict[int, float] = {}
+        self.values: dict[int, float] = {}
+        """The value of each node, as it was last set; to be read only."""
         # Two lists of one order: numbers compare in a fraction of the time that pairs take.
         self._ordered_values: list[float] = []
         self._ordered_nodes: list[int] = []
@@ -46,15 +47,11 @@ class LoadOrder:
         self.num_probes = 0
         """Entries looked at by `least`, for tests that bound the work."""
 
-    def value(self, node: int) -> float:
-        """Return the value that `node` was last set to."""
-        return self._values[node]
-
     def set(self, node: int, value: float) -> None:
         """Give `node` a value; adds it if it is unknown."""
         self._walked = 0
         self._take_out(node)
-        self._values[node] = value
+        self.values[node] = value
         values, nodes = self._ordered_values, self._ordered_nodes
         at = bisect_left(values, value)
         if at < len(values) and values[at] == value:
@@ -66,7 +63,7 @@ class LoadOrder:
         """Forget `node`; an unknown one is passed over."""
         self._walked = 0
         self._take_out(node)
-        self._values.pop(node, None)
+        self.values.pop(node, None)
 
     def settle(self, floor: float) -> Sequence[int]:
         """Count nodes whose value is at most `floor` as idle; return those that were not. It never falls."""
@@ -88,7 +85,7 @@ class LoadOrder:
             return (idle & -idle).bit_length() - 1
         if not mask & (mask - 1):
             node = mask.bit_length() - 1
-            return node if node in self._values else None
+            return node if node in self.values else None
         if mask != self._walked:
             self._walked, self._walked_to = mask, self._walk(mask)
         return self._walked_to
@@ -96,7 +93,7 @@ class LoadOrder:
     def _walk(self, mask: int) -> int | None:
         """Return the first of `mask` in the order."""
         if len(self._ordered_nodes) > LONG_ORDER and mask.bit_count() <= FEW_NODES:
-            known = [(self._values[node], node) for node in bits_of(mask) if node in self._values]
+            known = [(self.values[node], node) for node in bits_of(mask) if node in self.values]
             self.num_probes += len(known)
             return min(known)[1] if known else None
         for probes, node in enumerate(self._ordered_nodes, 1):
@@ -117,13 +114,13 @@ class LoadOrder:
         assert len(ordered) == len(order), "a node twice in the order"
         idle = set(bits_of(self._idle))
         assert not idle & ordered.keys(), "a node idle and in the order"
-        assert idle | ordered.keys() == self._values.keys(), "a node lost"
+        assert idle | ordered.keys() == self.values.keys(), "a node lost"
         assert order == sorted(order), "the order is not sorted"
-        assert all(self._values[node] == value for node, value in ordered.items()), "a value is stale"
+        assert all(self.values[node] == value for node, value in ordered.items()), "a value is stale"
 
     def _take_out(self, node: int) -> None:
         """Let `node` be neither idle nor in the order."""
-        value = self._values.get(node)
+        value = self.values.get(node)
         if value is None:
             return
         if self._idle >> node & 1:

@@ -2,14 +2,13 @@
 
 A new policy is a function here and its line in `POLICIES`. It chooses among the prefill nodes of a view;
 choosing the decode node, admission, recording and explaining are the same for all. `candidate` says what a
-node would take by the cost model, and `PrefillComparison` also with a fetch, and what others lose by it.
+node would take by the cost model, and `compared` also with a fetch, and what others lose by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from operator import attrgetter
 
 from base.config import SchedulerConfig
 from base.errors import ConfigError
@@ -45,6 +44,7 @@ class PrefillChoice:
         "fetch_s",
         "local_blocks",
         "matched_blocks",
+        "matched_tokens",
         "node",
         "prefill_s",
         "prompt_share",
@@ -57,13 +57,15 @@ class PrefillChoice:
         self,
         node: NodeState,
         local_blocks: int,
+        matched_tokens: int,
         queue_s: float,
         prefill_s: float,
-        prompt_share: float = 1.0,
+        prompt_share: float,
     ) -> None:
         """Begin with a node that computes all after its own blocks."""
         self.node = node
         self.local_blocks = self.matched_blocks = local_blocks
+        self.matched_tokens = matched_tokens
         self.source: NodeState | None = None
         """The node that has the matched blocks after its own; None: nothing is fetched."""
         self.queue_s = queue_s
@@ -105,8 +107,8 @@ def least_cost(
         return best
     members = preferred(view.prefill_mask, request, view)
     late = view.prefill_order.most(members, max(1, members.bit_count() // LATE_NODES))
-    known = PrefillComparison(request, groups, view, cost, settings, now_s)
-    return min((known.choice(slot, depth_at(slot, groups)) for slot in late), key=attrgetter("cost_s"))
+    rest = groups, view, cost, settings, now_s
+    return min((compared(request, slot, depth_at(slot, groups), *rest) for slot in late), key=_cost_s)
 
 
 def fewest_seconds(
@@ -121,7 +123,6 @@ def fewest_seconds(
 
     Algorithm 1 of arXiv 2407.00079, as `scheduler.py` has it, whatever the load is.
     """
-    known = PrefillComparison(request, groups, view, cost, settings, now_s)
     best: PrefillChoice | None = None
     rest = preferred(view.prefill_mask, request, view) if request.avoid else view.prefill_mask
     least = view.prefill_order.least
@@ -134,7 +135,7 @@ def fewest_seconds(
         for pace in classes:
             slot = least(alike) if (alike := members & pace) else None
             if slot is not None:
-                choice = known.choice(slot, depth)
+                choice = compared(request, slot, depth, groups, view, cost, settings, now_s)
                 if best is None or choice.cost_s < best.cost_s:
                     best = choice
         if len(classes) == 1 and best is not None and best.ready_s <= best.prefill_s:
@@ -143,8 +144,17 @@ def fewest_seconds(
     return best
 
 
-class PrefillComparison:
-    """Candidates for one request in one view: what each would take, from the request and from others.
+def compared(
+    request: PlacementRequest,
+    slot: int,
+    depth: int,
+    groups: list[Group],
+    view: ClusterView,
+    cost: CostModel,
+    settings: SchedulerSettings,
+    now_s: float,
+) -> PrefillChoice:
+    """Return how the node in `slot`, which holds `depth` blocks, would do it, by itself or by a fetch.
 
         cost = max(ready, queue + hand-off)
                + (1 + behind) x LATER x blocks copied x share that evicts x price of a block
@@ -154,87 +164,33 @@ class PrefillComparison:
     those behind too was weighed, and lost: it sends prompts to their holders past the point where queues are
     even (`python -m bench.regimes`).
     """
-
-    __slots__ = (
-        "_best_blocks",
-        "_best_prefill_s",
-        "_best_tokens",
-        "_block_s",
-        "_cost",
-        "_handoff_s",
-        "_holders",
-        "_most_blocks",
-        "_now_s",
-        "_request",
-        "_source",
-        "_source_share",
-        "_threshold",
-        "_view",
-    )
-
-    def __init__(
-        self,
-        request: PlacementRequest,
-        groups: list[Group],
-        view: ClusterView,
-        cost: CostModel,
-        settings: SchedulerSettings,
-        now_s: float,
-    ) -> None:
-        """`groups` are of all holders, as in a policy."""
-        self._request, self._view, self._cost, self._now_s = request, view, cost, now_s
-        self._threshold = settings.kvcache_balancing_threshold
-        deepest = groups[0] if groups else NOBODY
-        self._most_blocks = deepest[0]
-        if not settings.fetches:
-            deepest = NOBODY
-        elif request.avoid:
-            deepest = deepest_holders(request, groups, view)
-        self._best_blocks, self._holders = deepest
-        self._source: NodeState | None = None
-        self._block_s = copy_s(view)
-        self._handoff_s = cost.transfer_s(request.num_tokens) if request.max_tokens else 0.0
-
-    def choice(self, slot: int, depth: int) -> PrefillChoice:
-        """Return how a node that holds `depth` blocks would do it: by itself, or by a fetch."""
-        choice = candidate(self._request, slot, depth, self._view, self._cost, self._now_s)
-        # until its KV is sent, and what the copies that it makes take from others
-        sent_s, others_s = choice.queue_s + self._handoff_s, 0.0
-        if self._block_s and (copied := self._most_blocks - depth):
-            others_s = self._block_s * copied * choice.node.evict_share
-        cost_s = (choice.ready_s if choice.ready_s > sent_s else sent_s) + others_s
-        choice.cost_s = cost_s
-        if depth < self._best_blocks:
-            self._fetch_if_better(choice, sent_s, others_s)
+    choice = candidate(request, slot, depth, view, cost, now_s)
+    queue_s, ready_s = choice.queue_s, choice.ready_s
+    # until its KV is sent, and what the copies that it makes take from others
+    sent_s, others_s = queue_s, 0.0
+    if request.max_tokens:
+        sent_s += cost.transfer_s(request.num_tokens)
+    most_blocks, holders = groups[0] if groups else NOBODY
+    if view.copy_price.block_s:
+        others_s = copy_s(view) * (most_blocks - depth) * choice.node.evict_share
+    choice.cost_s = (ready_s if ready_s > sent_s else sent_s) + others_s
+    if request.avoid:
+        most_blocks, holders = deepest_holders(request, groups, view)
+    if depth >= most_blocks or not settings.fetches:
         return choice
-
-    def _fetch_if_better(self, choice: PrefillChoice, sent_s: float, others_s: float) -> None:
-        """Let a node fetch the longest prefix rather than compute all it lacks, where that is better."""
-        source, blocks = self._source, self._best_blocks
-        if source is None:
-            self._find_source()
-            source = self._source
-            assert source is not None
-        missing = self._best_tokens - matched_tokens(self._request, choice.local_blocks, self._view)
-        fetch_s = self._cost.transfer_s(missing, self._source_share)
-        prefill_s = choice.node.learned.prefill.corrected_s(self._best_prefill_s)
-        prefill_s /= choice.prompt_share
-        queue_s, threshold = choice.queue_s, self._threshold
-        ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
-        cost_s = (ready_s if ready_s > sent_s else sent_s) + others_s
-        is_better = cost_s < choice.cost_s if threshold is None else blocks >= threshold * choice.local_blocks
-        if is_better:
-            choice.source, choice.matched_blocks = source, blocks
-            choice.fetch_s, choice.prefill_s = fetch_s, prefill_s
-            choice.ready_s, choice.cost_s = ready_s, cost_s
-
-    def _find_source(self) -> None:
-        """Note where the longest prefix is fetched from, and what is left to compute after it."""
-        request, cost = self._request, self._cost
-        self._source = source = best_source(self._holders, self._view)
-        self._source_share = cost.fetch_share(source.num_queued > 0, source.num_outgoing)
-        self._best_tokens = prefix = matched_tokens(request, self._best_blocks, self._view)
-        self._best_prefill_s = cost.prefill_s(request.num_tokens - prefix, prefix)
+    source = best_source(holders, view)
+    fetched = matched_tokens(request, most_blocks, view)
+    share = cost.fetch_share(source.num_queued > 0, source.num_outgoing)
+    fetch_s = cost.transfer_s(fetched - choice.matched_tokens, share)
+    prefill_s = choice.node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - fetched, fetched))
+    prefill_s /= choice.prompt_share
+    ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
+    cost_s = (ready_s if ready_s > sent_s else sent_s) + others_s
+    threshold = settings.kvcache_balancing_threshold
+    if cost_s < choice.cost_s if threshold is None else most_blocks >= threshold * depth:
+        choice.source, choice.matched_blocks, choice.matched_tokens = source, most_blocks, fetched
+        choice.fetch_s, choice.prefill_s, choice.ready_s, choice.cost_s = fetch_s, prefill_s, ready_s, cost_s
+    return choice
 
 
 def copied_s(
@@ -250,9 +206,9 @@ def copied_s(
     Those that some node holds already are stored again where the prompt is computed, and all are where
     it is handed over to.
     """
-    block_s = copy_s(view)
-    if not block_s:
+    if not view.copy_price.block_s:
         return 0.0
+    block_s = copy_s(view)
     held = groups[0][0] if groups else 0
     seconds = (held - placement.local_blocks) * computing.evict_share * block_s
     if decoding is not computing:
@@ -263,8 +219,7 @@ def copied_s(
 
 def copy_s(view: ClusterView) -> float:
     """Return the seconds that a block copied takes from others, in a cache that is full."""
-    block_s = view.copy_price.block_s
-    return LATER * block_s * (1.0 + view.num_behind) if block_s else 0.0
+    return LATER * view.copy_price.block_s * (1.0 + view.num_behind)
 
 
 def least_loaded(
@@ -305,8 +260,8 @@ def candidate(
     now_s: float,
 ) -> PrefillChoice:
     """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
-    node = view.node_at(slot)
-    queue_s = view.prefill_order.value(slot) - now_s
+    node = view.members[slot]
+    queue_s = view.prefill_order.values[slot] - now_s
     if queue_s < 0.0:
         queue_s = 0.0
     prefix = matched_tokens(request, depth, view)
@@ -315,7 +270,11 @@ def candidate(
     if view.lent_mask >> slot & 1:
         # beside the sequences that decode on a prefill node
         share = max(LEAST_SHARE, share_when_begun(node, cost, node.learned.decode.ratio))
-    return PrefillChoice(node, depth, queue_s, prefill_s / share, share)
+    return PrefillChoice(node, depth, prefix, queue_s, prefill_s / share, share)
+
+
+def _cost_s(choice: PrefillChoice) -> float:
+    return choice.cost_s
 
 
 def depth_at(slot: int, groups: list[Group]) -> int:
@@ -337,7 +296,7 @@ def best_source(mask: int, view: ClusterView) -> NodeState:
     best: NodeState | None = None
     for _ in range(MAX_SOURCES):
         lowest = mask & -mask
-        node = view.node_at(lowest.bit_length() - 1)
+        node = view.members[lowest.bit_length() - 1]
         if best is None or node.num_outgoing < best.num_outgoing:
             best = node
         mask ^= lowest

@@ -109,7 +109,7 @@ class RoleController:
         # other conductors place as many prompts for each sequence that decodes as this one does
         own = view.running_sequences - view.foreign_sequences
         come = view.prefill_demand.at(now_s) * (view.running_sequences / own if own > 0 else 1.0)
-        prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
+        prefill = [view.members[slot] for slot in bits_of(view.prefill_mask)]
         queued_s = waiting_s + sum(_waiting_s(node) for node in prefill)
         decoding = decode_demand(view, self._cost) / BORNE
         found = {Role.PREFILL: come + queued_s / QUEUE_S, Role.DECODE: decoding}
@@ -159,7 +159,7 @@ def _givers(view: ClusterView, wanted: Role) -> int:
 
 def _cheapest(view: ClusterView, wanted: Role) -> NodeState:
     """Return the node that has most of the wanted work already, and the least of the other."""
-    nodes = [view.node_at(slot) for slot in bits_of(_givers(view, wanted))]
+    nodes = [view.members[slot] for slot in bits_of(_givers(view, wanted))]
 
     def other_work(node: NodeState) -> tuple[float, float, int]:
         prompts, sequences = node.queued_s + node.foreign_queue_s, node.decode_sequences

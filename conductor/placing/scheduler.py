@@ -48,7 +48,6 @@ from conductor.placing.prefill_policies import (
     PrefillChoice,
     PrefillPolicy,
     depth_at,
-    matched_tokens,
     preferred,
 )
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
@@ -143,9 +142,9 @@ def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> b
     slot = view.prefill_order.least(view.prefill_mask)
     if slot is None:
         return True
-    node = view.node_at(slot)
+    node = view.members[slot]
     has_prompts = node.num_queued > 0 or node.foreign_queue_s > 0.0
-    return has_prompts and view.prefill_order.value(slot) - now_s > settings.ahead_s
+    return has_prompts and view.prefill_order.values[slot] - now_s > settings.ahead_s
 
 
 def try_again_at_s(
@@ -158,7 +157,7 @@ def try_again_at_s(
     slot = view.prefill_order.least(view.prefill_mask)
     if slot is None or view.missing_role(decodes) is not None:
         return inf
-    return max(view.prefill_order.value(slot) - settings.ahead_s, now_s + SHORTEST_TRY_S)
+    return max(view.prefill_order.values[slot] - settings.ahead_s, now_s + SHORTEST_TRY_S)
 
 
 class Turn(Enum):
@@ -241,7 +240,7 @@ def _least_receiving(least: NodeState, members: int, view: ClusterView, peak_tok
         slot = view.decode_order.least(members)
         if slot is None:
             break
-        node = view.node_at(slot)
+        node = view.members[slot]
         if node.receiving_s < best.receiving_s and node.free_tokens >= peak_tokens:
             best = node
     return best
@@ -254,7 +253,7 @@ def _least_with_room(
         slot = view.decode_order.least(members)
         if slot is None:
             return None
-        node = view.node_at(slot)
+        node = view.members[slot]
         # an empty node takes what is expected to outgrow it: it ends a sequence where its cache ends
         if node.free_tokens >= peak_tokens or node.free_tokens >= node.capacity_tokens > num_tokens:
             return node
@@ -272,14 +271,14 @@ def _nearer_decode(
 ) -> tuple[NodeState, int]:
     """Return the least loaded node, or one hardly more loaded that computes or holds more of the prompt."""
     order = view.decode_order
-    limit_s = order.value(least.slot) * DECODE_AFFINITY
+    limit_s = order.values[least.slot] * DECODE_AFFINITY
     node = prefill.node
-    if members >> node.slot & 1 and order.value(node.slot) <= limit_s and node.free_tokens >= peak_tokens:
+    if members >> node.slot & 1 and order.values[node.slot] <= limit_s and node.free_tokens >= peak_tokens:
         return node, prefill.local_blocks
     for depth, mask in groups:
         slot = order.least(mask & members) if mask & members else None
-        if slot is not None and order.value(slot) <= limit_s:
-            node = view.node_at(slot)
+        if slot is not None and order.values[slot] <= limit_s:
+            node = view.members[slot]
             if node.free_tokens >= peak_tokens:
                 return node, depth
     return least, 0
@@ -313,7 +312,7 @@ def _combine(
         request.request_id,
         prefill_node.info.node_id,
         decode_node.info.node_id,
-        matched_tokens(request, prefill.matched_blocks, view),
+        prefill.matched_tokens,
         prefill.local_blocks,
         prefill.matched_blocks,
         None if source is None else source.info.node_id,

@@ -228,8 +228,8 @@ class SimCluster:
     def _sample(self) -> None:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
         view = self.view
-        prefill = [each.node_at(slot) for each in self.views for slot in bits_of(each.prefill_mask)]
-        decode = [self._nodes[view.node_at(slot).info.node_id].engine for slot in bits_of(view.decode_mask)]
+        prefill = [each.members[slot] for each in self.views for slot in bits_of(each.prefill_mask)]
+        decode = [self._nodes[view.members[slot].info.node_id].engine for slot in bits_of(view.decode_mask)]
         queue_s = sum(node.queued_s for node in prefill) / max(1, view.prefill_mask.bit_count())
         step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
         self.samples.append((self.now_s, queue_s, step_s / max(1, len(decode))))

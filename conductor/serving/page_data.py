@@ -231,7 +231,7 @@ def _known(seconds: float) -> float | None:
 
 
 def _nodes_of(holders: int, view: ClusterView) -> list[NodeId]:
-    return [view.node_at(slot).info.node_id for slot in bits_of(holders, MAX_HOLDERS)]
+    return [view.members[slot].info.node_id for slot in bits_of(holders, MAX_HOLDERS)]
 
 
 def _name(key: Key) -> str:

@@ -37,13 +37,13 @@ PREDICTING = SchedulerSettings(reject=PREDICT)
 class Steps:
     """A cost model in which a step takes what it is told, one of nobody nothing; it is asked once."""
 
+    empty_step_s = 0.0
+
     def __init__(self, step_s):
         self._step_s = step_s
         self.asked = []
 
     def decode_step_s(self, sequences, context_tokens):
-        if not sequences:
-            return 0.0
         self.asked.append((sequences, context_tokens))
         return self._step_s
 

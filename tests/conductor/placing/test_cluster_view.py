@@ -47,7 +47,7 @@ def test_account_is_empty_when_every_request_ended(seed: int) -> None:
         assert (node.num_queued, node.queued_s, node.queued_tokens) == (0, 0.0, 0)
         assert (node.decode_sequences, node.running_sequences, node.num_outgoing) == (0, 0, 0)
         assert node.decode_context_tokens == pytest.approx(0.0, abs=1e-6)
-        assert node_id.startswith("d") or view.prefill_order.value(node.slot) <= now_s
+        assert node_id.startswith("d") or view.prefill_order.values[node.slot] <= now_s
     view.prefill_order.check()
     view.decode_order.check()
 
@@ -109,9 +109,9 @@ def test_own_load_in_the_heartbeat_is_not_counted_twice() -> None:
     view = make_view(1, 1)
     request = make_request(blocks=20)
     view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
-    queue_ends_s = view.prefill_order.value(0)
+    queue_ends_s = view.prefill_order.values[0]
     view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=20 * 512), 0.0)
-    assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
+    assert view.prefill_order.values[0] == pytest.approx(queue_ends_s)
 
 
 def test_own_prompts_that_wait_for_their_match_are_nobody_elses() -> None:
@@ -121,9 +121,9 @@ def test_own_prompts_that_wait_for_their_match_are_nobody_elses() -> None:
     placement = require_placement(place(request, view, COST, 0.0))
     assert placement.matched_tokens > 19 * 512, "nearly all of it is cached"
     view.placed(request, placement, 0.0)
-    queue_ends_s = view.prefill_order.value(0)
+    queue_ends_s = view.prefill_order.values[0]
     view.heartbeat(NodeId("p0"), make_heartbeat(num_waiting=1, num_queued_tokens=20 * 512), 0.0)
-    assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
+    assert view.prefill_order.values[0] == pytest.approx(queue_ends_s)
 
 
 def test_decode_nodes_are_ordered_by_what_was_learned_last() -> None:
@@ -132,10 +132,10 @@ def test_decode_nodes_are_ordered_by_what_was_learned_last() -> None:
         request = make_request(name)
         view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
     fast, slow = (view.node(NodeId(name)) for name in ("d0", "d1"))
-    assert view.decode_order.value(fast.slot) == view.decode_order.value(slow.slot)
+    assert view.decode_order.values[fast.slot] == view.decode_order.values[slow.slot]
     view.corrections.observe("d1", "decode", 0.1, 0.2)
     view.settle(0.0)
-    assert view.decode_order.value(slow.slot) == pytest.approx(2 * view.decode_order.value(fast.slot))
+    assert view.decode_order.values[slow.slot] == pytest.approx(2 * view.decode_order.values[fast.slot])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -160,11 +160,11 @@ def test_a_view_that_heard_of_anothers_load_places_nearly_as_well_as_that_one_do
     request = make_request("q", first_block=9_000)
     own, other = (require_placement(place(request, view, COST, 0.0)) for view in (ours, theirs))
     waits_s = {
-        name: ours.prefill_order.value(ours.node(NodeId(name)).slot) for name in ("p0", "p1", "p2", "p3")
+        name: ours.prefill_order.values[ours.node(NodeId(name)).slot] for name in ("p0", "p1", "p2", "p3")
     }
     assert waits_s[other.prefill_node] <= waits_s[own.prefill_node] * 1.25
     steps_s = {
-        name: ours.decode_order.value(ours.node(NodeId(name)).slot) for name in ("d0", "d1", "d2", "d3")
+        name: ours.decode_order.values[ours.node(NodeId(name)).slot] for name in ("d0", "d1", "d2", "d3")
     }
     assert steps_s[other.decode_node] <= steps_s[own.decode_node] * 1.25
 
@@ -207,12 +207,12 @@ def test_heartbeat_does_not_begin_the_prefill_under_way_again() -> None:
     view = make_view(1, 1)
     request = make_request(blocks=20)
     view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
-    ends_s = view.prefill_order.value(0)
+    ends_s = view.prefill_order.values[0]
     for now_s in (0.3, 0.6):
         view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=5_000), now_s)
-        assert view.prefill_order.value(0) == pytest.approx(ends_s)
+        assert view.prefill_order.values[0] == pytest.approx(ends_s)
     view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700), 50.0)
-    assert view.prefill_order.value(0) == 50.0
+    assert view.prefill_order.values[0] == 50.0
 
 
 def test_node_that_says_it_drains_gets_no_work_until_it_says_otherwise() -> None:
@@ -229,12 +229,12 @@ def test_prompts_that_were_to_be_done_and_are_not_hold_their_node_up() -> None:
         request = make_request(f"r{number}", blocks=20, first_block=100 * number)
         placement = require_placement(place(request, view, COST, 0.0))
         view.placed(request, placement._replace(prefill_node=NodeId("p0")), 0.0)
-    each_s, ends_s = view.node(NodeId("p0")).queued_s / 4, view.prefill_order.value(0)
+    each_s, ends_s = view.node(NodeId("p0")).queued_s / 4, view.prefill_order.values[0]
     assert each_s > 0.5
     view.settle(ends_s - 0.01)
-    assert view.prefill_order.value(0) == ends_s
+    assert view.prefill_order.values[0] == ends_s
     view.settle(ends_s + 0.01)
-    assert view.prefill_order.value(0) == pytest.approx(ends_s + 0.01 + 3.25 * each_s)
+    assert view.prefill_order.values[0] == pytest.approx(ends_s + 0.01 + 3.25 * each_s)
     asked = make_request("q", first_block=900)
     assert require_placement(place(asked, view, COST, ends_s + 0.02)).prefill_node == "p1"
     for number in range(4):
@@ -250,19 +250,19 @@ def test_another_conductors_prompts_are_behind_own_ones_that_are_overdue() -> No
         view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
     beat = make_heartbeat(num_waiting=3, num_queued_tokens=60 * 512)
     view.heartbeat(NodeId("p0"), beat, 0.0)
-    node, ends_s = view.node(NodeId("p0")), view.prefill_order.value(0)
+    node, ends_s = view.node(NodeId("p0")), view.prefill_order.values[0]
     assert node.foreign_queue_s > 1.0
     late_s = ends_s + 0.01
     view.settle(late_s)
-    assert view.prefill_order.value(0) == pytest.approx(late_s + node.overdue_s + node.foreign_queue_s)
+    assert view.prefill_order.values[0] == pytest.approx(late_s + node.overdue_s + node.foreign_queue_s)
     view.heartbeat(NodeId("p0"), beat, late_s)
-    assert view.prefill_order.value(0) == pytest.approx(late_s + node.overdue_s + node.foreign_queue_s)
+    assert view.prefill_order.values[0] == pytest.approx(late_s + node.overdue_s + node.foreign_queue_s)
 
 
 def test_a_prompt_that_is_late_by_what_a_message_takes_holds_nobody_up() -> None:
     view = make_view(1, 1)
     request = make_request(blocks=1)
     view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
-    ends_s = view.prefill_order.value(0)
+    ends_s = view.prefill_order.values[0]
     view.settle(ends_s + 0.001)
-    assert view.prefill_order.value(0) == ends_s
+    assert view.prefill_order.values[0] == ends_s

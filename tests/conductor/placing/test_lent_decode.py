@@ -169,9 +169,9 @@ def test_a_decode_node_that_computes_a_prompt_is_chosen_after_others():
     node = view.node(placement.decode_node)
     view.placed(first, placement._replace(prefill_node=node.info.node_id), 0.0)
     step_s = view.load_of(node.info.node_id, 0.0)[1]
-    assert view.decode_order.value(node.slot) == 1.5 * step_s
+    assert view.decode_order.values[node.slot] == 1.5 * step_s
     view.prefill_done(RequestId("a"), 1.0)
-    assert view.decode_order.value(node.slot) == step_s
+    assert view.decode_order.values[node.slot] == step_s
 
 
 def test_a_dead_nodes_requests_say_nothing_of_who_has_its_slot():

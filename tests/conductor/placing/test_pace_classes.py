@@ -7,7 +7,8 @@ import pytest
 
 from base.request import NodeId
 from conductor.placing.pace_classes import EVERYBODY, SLACK, WIDTH, PaceClasses
-from conductor.placing.scheduler import matched_tokens, place
+from conductor.placing.prefill_policies import matched_tokens
+from conductor.placing.scheduler import place
 from tests.conductor.builders import make_cost, make_request, make_view, require_placement
 
 COST = make_cost()
@@ -57,7 +58,7 @@ def test_placement_finds_what_a_scan_of_nodes_of_any_pace_finds(seed: int) -> No
     request = make_request(blocks=rng.randrange(1, 25))
     seconds = []
     for slot in range(6):
-        queue_s, most = view.prefill_order.value(slot), min(max(held), len(request.chain))
+        queue_s, most = view.prefill_order.values[slot], min(max(held), len(request.chain))
         for depth in {min(held[slot], len(request.chain)), most}:
             own = matched_tokens(request, depth, view)
             fetched = own - matched_tokens(request, min(held[slot], len(request.chain)), view)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.placement import Rejection, RejectReason
-from conductor.placing.scheduler import Turn, matched_tokens, place, turn_of
+from conductor.placing.prefill_policies import matched_tokens
+from conductor.placing.scheduler import Turn, place, turn_of
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
     BLOCK_SIZE,
@@ -40,7 +41,7 @@ def least_ttft_by_scan(view, held, request) -> float:
     best_blocks = min(max(held.values()), len(request.chain))
     seconds = []
     for slot, blocks in held.items():
-        queue_s = view.prefill_order.value(slot)
+        queue_s = view.prefill_order.values[slot]
         own = matched_tokens(request, min(blocks, len(request.chain)), view)
         most = matched_tokens(request, best_blocks, view)
         seconds.append(queue_s + COST.prefill_s(request.num_tokens - own, own))
@@ -373,7 +374,7 @@ def test_a_node_with_prompts_of_another_conductor_is_not_idle() -> None:
     assert turn_of(*asked, 0.0) is Turn.NOW
     beat = make_heartbeat(num_free_blocks=2_700, num_queued_tokens=40_000, num_waiting=2)
     view.heartbeat(NodeId("p0"), beat, 0.0)
-    ends_s = view.prefill_order.value(0)
+    ends_s = view.prefill_order.values[0]
     assert ends_s > 1.0
     assert turn_of(*asked, 0.0) is Turn.LATER
     assert turn_of(*asked, ends_s - 0.4) is Turn.NOW
