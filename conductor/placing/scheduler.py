@@ -116,7 +116,7 @@ def _judged(
     now_s: float,
 ) -> Placement | Rejection:
     """Return the placement on these nodes, or a better one where the prompt decodes; or why it is refused."""
-    if isinstance(decode, RejectReason):
+    if not isinstance(decode, tuple):
         return Rejection(request.request_id, decode, until_a_finish_s(view))
     decoding, decode_blocks = decode
     placement = _combine(request, prefill, decoding, decode_blocks, view, cost)
@@ -276,7 +276,8 @@ def _nearer_decode(
     if members >> node.slot & 1 and order.values[node.slot] <= limit_s and node.free_tokens >= peak_tokens:
         return node, prefill.local_blocks
     for depth, mask in groups:
-        slot = order.least(mask & members) if mask & members else None
+        holders = mask & members
+        slot = order.least(holders) if holders else None
         if slot is not None and order.values[slot] <= limit_s:
             node = view.members[slot]
             if node.free_tokens >= peak_tokens:
@@ -305,8 +306,10 @@ def _combine(
     dispatch_s = prefill_node.learned.added_s
     if handoff_s:
         # after what the links have to move before it
-        link_free_s = max(decode_node.receiving_s, prefill.queue_s)
-        handoff_s = max(handoff_s, link_free_s + whole_s - prefill.ready_s)
+        receiving_s, queue_s = decode_node.receiving_s, prefill.queue_s
+        late_s = (receiving_s if receiving_s > queue_s else queue_s) + whole_s - prefill.ready_s
+        if late_s > handoff_s:
+            handoff_s = late_s
     # by position: a call with fourteen keywords takes half as long again
     return Placement(
         request.request_id,
