@@ -180,11 +180,10 @@ class ClusterView:
 
     # What nodes report
 
-    def heartbeat(self, node_id: NodeId, beat: Heartbeat, now_s: float) -> None:
-        """Take in a node's report; an unknown node is passed over."""
-        node = self._nodes.get(node_id)
-        if node is None:
-            return
+    def heartbeat(self, node_id: NodeId, beat: Heartbeat, now_s: float) -> bool:
+        """Take in a member's report; return whether it has news, by which who waits may be placed."""
+        node = self._nodes[node_id]
+        known = node.heard
         node.events.reached(beat.next_kv_event)
         if now_s >= node.full_until_s:
             node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
@@ -200,6 +199,7 @@ class ClusterView:
             self.prefill_order.set(node.slot, max(now_s, ours_ends_s) + foreign_s)
         node.foreign_queue_s = foreign_s
         self._reorder(node)
+        return node.heard != known
 
     def kv_events(
         self,

@@ -83,9 +83,12 @@ class NodeState:
 
     @property
     def heard(self) -> tuple[object, ...]:
-        """Return what placement goes by that only the node's reports change."""
+        """Return what only the node's reports change, and who waits may be placed by.
+
+        Free blocks are not in it: who waits for those is tried as time passes (`try_again_at_s`).
+        """
         foreign = self.foreign_queue_s, self.foreign_sequences, self.foreign_context_tokens
-        return self.info.roles, self.is_draining, self.free_tokens, *foreign
+        return self.info.roles, self.is_draining, *foreign
 
     @property
     def free_tokens(self) -> float:

@@ -75,8 +75,8 @@ class LoadReports:
         self._reported_at_s[route] = now_s
         conductor = self._conductors[number]
         if conductor.view.is_member(node_id):
-            conductor.view.heartbeat(node_id, self._heartbeat(self._nodes[node_id]), now_s)
-            if conductor.num_waiting:
+            has_news = conductor.view.heartbeat(node_id, self._heartbeat(self._nodes[node_id]), now_s)
+            if has_news and conductor.num_waiting:
                 conductor.pump(now_s)
 
     def _heartbeat(self, node: SimNode) -> Heartbeat:

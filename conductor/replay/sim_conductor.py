@@ -124,6 +124,7 @@ class SimConductor:
         )
         self._waiting = self._queue.places
         self._beat_at_s = inf
+        self._is_pump_due = False
 
     @property
     def num_waiting(self) -> int:
@@ -227,8 +228,7 @@ class SimConductor:
             times = PrefillTimes(max(0.0, queue_s), compute_s, shown_s if shown_s > CLOCK_S else 0.0)
             ttft_s = None if request.has_begun else now_s - request.arrival_s + self._dispatch_s(request)
             self._learner.first_token(ttft_s, times, request.asked, placement, now_s)
-        if self._waiting:
-            self.pump(now_s)
+        self.pump(now_s)
         return True
 
     def ended(self, request: SimRequest, now_s: float, output_tokens: int | None = None) -> None:
@@ -241,8 +241,7 @@ class SimConductor:
                 first_s = request.gaps[request.num_gaps_before][0]
                 mean_s = (now_s - request.prefilled_at_s - first_s) / num_steps
             self._learner.ended(request.request_id, mean_s, now_s)
-        if self._waiting:
-            self.pump(now_s)
+        self.pump(now_s)
 
     def lost(self, request: SimRequest, node_id: NodeId, now_s: float) -> None:
         """Try a request again whose attempt a node has lost, if it may be."""
@@ -253,7 +252,13 @@ class SimConductor:
             self.refuse(request, LostError(node_id))
 
     def pump(self, now_s: float) -> None:
-        """Try those who wait: something has changed."""
+        """Try those who wait, once all that happens at this moment is known: something has changed."""
+        if self._waiting and not self._is_pump_due:
+            self._is_pump_due = True
+            self._schedule(now_s, self._pump, now_s)
+
+    def _pump(self, now_s: float) -> None:
+        self._is_pump_due = False
         self.now_s = now_s
         self._queue.pump(now_s)
         if self._waiting:
@@ -297,7 +302,7 @@ class SimConductor:
         """Try those who wait: a queue may have become short enough by time alone."""
         if now_s == self._beat_at_s:
             self._beat_at_s = inf
-            self.pump(now_s)
+            self._pump(now_s)
 
     def _beat_later(self, now_s: float) -> None:
         """Try those who wait when a queue will have become short enough, or after a heartbeat."""

@@ -154,8 +154,9 @@ class Dispatcher:
             clock.now_s(),
         )
         """The requests that wait to be placed."""
-        membership.on_change(self._pump)
-        membership.on_heartbeat(self._pump)
+        self._is_pump_due = False
+        membership.on_change(self._pump_soon)
+        membership.on_heartbeat(self._pump_soon)
 
     @property
     def is_ready(self) -> bool:
@@ -326,10 +327,22 @@ class Dispatcher:
         ttft_s = state.prefilled(prefilled)
         for observer in self._observers:
             observer.first_token(ttft_s, prefilled, asked, placement)
-        self._pump()
+        self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        """Try to place those who wait: something has changed.
+
+        Two turns of the event loop later: what a node says of a request goes on first, and then its state is
+        taken in that came with it (`attach.py`), such as which blocks it has computed.
+        """
+        if not self._is_pump_due and len(self.queue):
+            self._is_pump_due = True
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._pump)
 
     def _pump(self) -> None:
-        """Try to place those who wait: something has changed."""
+        """Try to place those who wait."""
+        self._is_pump_due = False
         if self.queue.pump(self._clock.now_s(), TRIED_TOGETHER):
             asyncio.get_running_loop().call_soon(self._pump)
 
@@ -364,7 +377,7 @@ class Dispatcher:
         actual = state.actual(end)
         for observer in self._observers:
             observer.ended(state.attempt_id, actual)
-        self._pump()
+        self._pump_soon()
 
     async def _lent(self, attempt: Attempt, placed: Placed) -> Source | None:
         """Return blocks that the prefill node may load, lent until the attempt's end.

@@ -76,11 +76,9 @@ class Membership:
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
             session.last_heartbeat, session.last_heartbeat_at_s = heartbeat, now_s
-            node = self._view.node(session.info.node_id)
-            known = node.heard
-            self._view.heartbeat(session.info.node_id, heartbeat, now_s)
+            has_news = self._view.heartbeat(session.info.node_id, heartbeat, now_s)
             self._mend_gap(session)
-            for call in self._on_heartbeat if node.heard != known else ():
+            for call in self._on_heartbeat if has_news else ():
                 call()
 
     def kv_events(self, session: NodeSession, events: KvEvents) -> None:

@@ -130,6 +130,16 @@ def test_nodes_of_both_roles_refuse_in_simulation_whom_they_refused_live(tmp_pat
     assert ours.ttft_s == pytest.approx(live.ttft_s, rel=0.01)
 
 
+def test_past_capacity_the_same_requests_are_refused_in_simulation_as_were_live(tmp_path):
+    # both try those who wait when all that a node says of a moment is known, and at no other time
+    live = logged(tmp_path / "decisions.jsonl", even(40.0, 260, random.Random(3)), Served())
+    outcomes = simulated(live, STUB).outcomes
+    names = [made.asked.request_id for made, _ in live.arrivals()]
+    refused = {made.asked.request_id for made in live.refused}
+    assert len(refused) > 20
+    assert {names[each.number] for each in outcomes.refused} == refused
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("workload", "rate"), [(even, 16.0), (shifting, 16.0), (shifting, 24.0), (bursts, 24.0)]
