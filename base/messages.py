@@ -256,7 +256,7 @@ class Heartbeat:
     num_queued_tokens: int
     """Prompt tokens not yet computed."""
     num_context_tokens: int
-    """Tokens in the context of running sequences."""
+    """Tokens of sequences whose KV is in the cache."""
     is_draining: bool = False
     roles: frozenset[Role] = frozenset()
     """Roles in which the node serves now; empty: those it registered with."""
@@ -265,7 +265,7 @@ class Heartbeat:
     next_kv_event: int = 0
     """Number of the first KV event that is in no message yet; 0: not said."""
     num_step_rows: int = 0
-    """Sequences that decode."""
+    """Sequences that decode, or will as soon as a step has a place for them."""
     num_step_prompt_tokens: int = 0
     """Tokens of prompts in the last step."""
     step_budget_tokens: int = 0

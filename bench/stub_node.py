@@ -144,6 +144,7 @@ class StubNode:
                 len(prompt.work.token_ids) - self._matched(prompt) for prompt in self._prompts
             ),
             num_context_tokens=sum(running.context_tokens for running in self._running.values()),
+            num_step_rows=len(self._running),
             roles=self._roles,
             fence=1,
             next_kv_event=self._next_event,

@@ -98,8 +98,9 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences that have had a token."""
-        return sum(sequence.first_token_at_s is not None for sequence in self._running)
+        """Sequences that have had a token, those included that wait for a place in a full batch."""
+        everybody = (*self._running, *self._waiting)
+        return sum(sequence.first_token_at_s is not None for sequence in everybody)
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -109,8 +110,8 @@ class Scheduler:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of the running sequences whose KV is in the cache."""
-        return sum(sequence.num_computed_tokens for sequence in self._running)
+        """Tokens of the sequences whose KV is in the cache."""
+        return sum(sequence.num_computed_tokens for sequence in (*self._running, *self._waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. If its block table is filled, those blocks become the scheduler's.

@@ -82,7 +82,8 @@ class LoadReports:
     def _heartbeat(self, node: SimNode) -> Heartbeat:
         engine, coming = node.engine, self._to_decode[node.node_id]
         reserved = sum(request.num_tokens for request in coming if request.waits_for)
-        held = reserved + engine.context_tokens + engine.prompt_tokens
+        context_tokens = engine.context_tokens + sum(request.context_tokens for request in engine.joining)
+        held = reserved + context_tokens + engine.prompt_tokens
         self._num_reports += 1
         return Heartbeat(
             sequence=self._num_reports,
@@ -91,7 +92,7 @@ class LoadReports:
             num_waiting=engine.num_waiting,
             num_running=engine.batch + engine.num_prompts,
             num_queued_tokens=engine.queued_tokens,
-            num_context_tokens=engine.context_tokens,
+            num_context_tokens=context_tokens,
             roles=self._conductors[0].view.node(node.node_id).info.roles,
-            num_step_rows=engine.batch,
+            num_step_rows=engine.batch + len(engine.joining),
         )

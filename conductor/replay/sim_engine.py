@@ -87,12 +87,12 @@ class SimEngine:
         self._num_starved = self._num_put_off = 0
         self._schedule = schedule
         self._on_start = on_start
-        self._on_computed = on_computed
-        self._on_finished = on_finished
+        self._on_computed, self._on_finished = on_computed, on_finished
         self._queue: deque[SimRequest] = deque()
         self._prompts: list[SimRequest] = []
         self._prompt_tokens = 0  # of KV of the prompts that were let in, computed or not
-        self._joining: deque[SimRequest] = deque()
+        self.joining: deque[SimRequest] = deque()
+        """The sequences that decode as soon as a step has place for them; to be read only."""
         self._running: list[tuple[int, int, SimRequest]] = []
         self._batch = self._context_tokens = 0
         self._step = self._num_joined = self._num_stepped = 0
@@ -123,7 +123,7 @@ class SimEngine:
     @property
     def num_waiting(self) -> int:
         """Prompts and sequences that are in no step yet."""
-        return len(self._queue) + len(self._joining)
+        return len(self._queue) + len(self.joining)
 
     @property
     def num_prompts(self) -> int:
@@ -159,7 +159,7 @@ class SimEngine:
         request.steps_left = request.tokens_left - 1
         # whose prompt this very engine has just computed is in the next step, if that is launched too
         if not (self._is_between_steps and self._enter(request)):
-            self._joining.append(request)
+            self.joining.append(request)
             self._came(now_s, is_prompt=False)
 
     def drop(self, request: SimRequest, now_s: float) -> None:
@@ -181,8 +181,8 @@ class SimEngine:
         everyone = [entry[2] for entry in sorted(self._running, key=_joined)]
         for request in everyone:
             self._leave(request)
-        everyone.extend(self._joining)
-        self._joining.clear()
+        everyone.extend(self.joining)
+        self.joining.clear()
         self._running.clear()
         self._queue.clear()
         self._prompts.clear()
@@ -209,7 +209,7 @@ class SimEngine:
         if self._is_cut:
             return
         steps = self._num_begun(now_s)
-        is_first = self._launches_ahead and len(self._queue) + len(self._joining) == 1
+        is_first = self._launches_ahead and len(self._queue) + len(self.joining) == 1
         if self._num_put_off:
             steps = min(steps + self._launches_ahead, self._steps)
         elif not self._chunks:
@@ -242,7 +242,7 @@ class SimEngine:
             launched = 0
             if self._batch > 1:
                 self._make_room()
-            if self._joining:
+            if self.joining:
                 self._admit()
             if self._queue or self._prompts:
                 self._take_chunks(now_s)
@@ -338,7 +338,7 @@ class SimEngine:
             if request.num_tokens - request.computed_tokens == 1:
                 batch += 1
                 context_tokens += request.computed_tokens
-        for request in self._joining:  # they have their KV, and lack a place
+        for request in self.joining:  # they have their KV, and lack a place
             batch += 1
             context_tokens += request.context_tokens
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
@@ -348,7 +348,7 @@ class SimEngine:
         empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)
         load = DecodeLoad(batch, context_tokens, *self._slack.left_s(self._step, empty_s, now_s))
         for mean_left_s, longest_left_s, saving_s in self._slack.left_to_waiting_s(
-            self._joining, empty_s, now_s
+            self.joining, empty_s, now_s
         ):
             if mean_left_s < load.mean_left_s:
                 load = load._replace(mean_left_s=mean_left_s, saving_s=saving_s)
@@ -425,7 +425,7 @@ class SimEngine:
 
     def _admit(self) -> None:
         """Let those who wait to decode join, first come first served, as far as places and KV go."""
-        joining = self._joining
+        joining = self.joining
         while joining and self._has_place and self._enter(joining[0]):
             joining.popleft()
 
@@ -477,7 +477,7 @@ class SimEngine:
             running.remove(newest)
             heapify(running)
             self._leave(newest[2])
-            self._joining.appendleft(newest[2])
+            self.joining.appendleft(newest[2])
             self.num_preemptions += 1
 
     def _trim(self) -> None:

@@ -315,6 +315,19 @@ def test_handed_off_sequences_give_way_when_nothing_else_can_run() -> None:
         assert generated(sequence) == continuation(sequence.token_ids[:8], 4)
 
 
+def test_who_was_handed_over_to_a_full_batch_is_reported_with_its_tokens() -> None:
+    bench = Bench(max_batch=1)
+    bench.scheduler.add(make_sequence("a", range(8), max_tokens=4))
+    bench.step()
+    later = make_sequence("b", range(20, 29), max_tokens=4)
+    later.num_computed_tokens, later.block_table = 8, bench.pool.allocate(2)
+    later.had_token(0.0)
+    bench.scheduler.add(later)
+    bench.step()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 1)
+    assert (bench.scheduler.num_decoding, bench.scheduler.num_context_tokens) == (2, 9 + 8)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_histories_end_with_every_token_right(seed: int) -> None:
     """Arrivals, cancellations, shared prefixes and blocks held elsewhere, in too small a pool."""

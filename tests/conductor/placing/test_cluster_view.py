@@ -152,7 +152,7 @@ def test_a_view_that_heard_of_anothers_load_places_nearly_as_well_as_that_one_do
         beat = make_heartbeat(
             num_waiting=node.num_queued,
             num_queued_tokens=node.queued_tokens,
-            num_running=node.running_sequences,
+            num_step_rows=node.running_sequences,
             num_context_tokens=int(node.running_context_tokens),
         )
         theirs.heartbeat(node.info.node_id, beat, 0.0)
@@ -171,7 +171,7 @@ def test_a_view_that_heard_of_anothers_load_places_nearly_as_well_as_that_one_do
 
 def test_load_of_another_conductor_goes_when_its_heartbeat_says_so_and_with_the_node() -> None:
     view = make_view(1, 2)
-    busy = make_heartbeat(num_running=5, num_context_tokens=9_000)
+    busy = make_heartbeat(num_step_rows=5, num_context_tokens=9_000)
     view.heartbeat(NodeId("d0"), busy, 0.0)
     view.heartbeat(NodeId("d1"), busy, 0.0)
     assert view.projected(0.0, 0.0) == (10, 18_000)

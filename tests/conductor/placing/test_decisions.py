@@ -93,7 +93,7 @@ def test_a_decision_made_beside_another_conductors_sequences_is_the_same_where_a
     view = make_view(2, 2, COST)
     for _ in range(FEWEST_TIMES):
         view.projection.observe(0.01)
-    view.heartbeat(NodeId("d0"), make_heartbeat(num_running=40, num_context_tokens=400_000), 1.0)
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_step_rows=40, num_context_tokens=400_000), 1.0)
     results = set()
     for tbt_ms in range(20, 80):
         request = make_request(slo=Slo(tbt_slo_s=tbt_ms / 1e3))

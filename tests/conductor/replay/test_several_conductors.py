@@ -83,6 +83,18 @@ def test_a_prompt_that_decodes_where_it_is_computed_is_reported_once(monkeypatch
     assert 0 < held <= asked // 512 + 1
 
 
+def test_who_waits_for_a_place_in_a_full_batch_is_reported_to_the_other_conductors(monkeypatch) -> None:
+    beats = []
+    monkeypatch.setattr(ClusterView, "heartbeat", lambda view, node_id, beat, now_s: beats.append(beat))
+    trace = Trace("burst", 512, [row._replace(arrival_s=0.0) for row in small_trace(8).requests])
+    run(trace, "4P1D", conductors=2, max_batch=2)
+    decoding = [beat for beat in beats if beat.num_step_rows > 2]
+    assert decoding, "nobody waited for a place"
+    least = min(row.num_tokens for row in trace.requests)
+    assert all(beat.num_context_tokens >= beat.num_step_rows * least for beat in decoding)
+    assert all(beat.num_held_blocks >= beat.num_context_tokens // 512 for beat in decoding)
+
+
 def live_logs(folder, rate: float):
     """Write the decision logs of two conductors that share two nodes of each role and take turns."""
     logs = [DecisionLog(folder / name, Shared(STUB, SETTINGS, MODEL_ID), 1 << 30) for name in "ab"]
