@@ -81,15 +81,20 @@ def _taken_s(
 ) -> float:
     """Return the seconds of prefill that a request takes from a prefill node's prompts while it decodes.
 
-    As long as a node decodes, bounds limit its steps, and prompts have a share of them.
+    As long as a node decodes, bounds limit its steps, and prompts have a share of them. A step that has some
+    takes as long as bounds let it, and so the sequence decodes for longer where prompts come.
     """
     before = 1.0
     if node.decode_sequences:
         before = share_when_begun(node, cost, node.learned.decode.ratio)
-    step_s = _joined_s(request, node, cost)
-    after = max(0.0, share_beside(step_s, bearable_s(request, node, cost)))
+    step_s, length_s = _joined_s(request, node, cost), bearable_s(request, node, cost)
+    if step_s >= length_s:
+        return inf
+    after = max(0.0, share_beside(step_s, length_s))
     busy = min(1.0, view.prefill_demand.at(now_s) / view.prefill_mask.bit_count())
-    return view.expected_output_tokens(request.max_tokens) * step_s * max(0.0, before - after) * busy
+    # with prompts for this share of the time, `busy / length_s + (1 - busy) / step_s` steps a second
+    mean_step_s = length_s * step_s / (busy * step_s + (1.0 - busy) * length_s)
+    return view.expected_output_tokens(request.max_tokens) * mean_step_s * max(0.0, before - after) * busy
 
 
 def bearable_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:

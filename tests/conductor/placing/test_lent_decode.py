@@ -4,6 +4,7 @@ import pytest
 
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.placement import Rejection
+from conductor.placing.prefill_policies import LATER
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
@@ -133,9 +134,25 @@ def test_what_is_stored_twice_is_handed_over_where_decoding_takes_more_of_a_busy
     assert decodes_on(tight_s) == "p0"
 
 
+def test_a_sequence_takes_more_of_a_node_whose_steps_have_prompts_and_are_longer():
+    view = without_inline(make_view(1, 1))
+    step_s = COST.decode_step_s(1, 20 * view.block_size)
+    request = make_request(blocks=20, max_tokens=1000, slo=Slo(tbt_slo_s=10 * step_s))
+    # keeping 20 blocks spares as much as all its own steps take
+    view.copy_price.restore(view.mean_output_tokens * step_s / (LATER * 20))
+    view.node(NodeId("d0")).evict_share = 1.0
+
+    def decodes_on(prompts_s):
+        view.prefill_demand.restore(prompts_s, 0.0)
+        return require_placement(place(request, view, COST, 0.0, FOLLOW)).decode_node
+
+    assert decodes_on(0.0) == decodes_on(0.5) == "p0", "most steps have no prompt"
+    assert decodes_on(1.0) == "d0"
+
+
 def test_a_node_that_was_learned_to_decode_slowly_takes_more_from_its_prompts():
     view = without_inline(make_view(1, 1))
-    view.copy_price.restore(0.2)
+    view.copy_price.restore(0.5)
     view.node(NodeId("d0")).evict_share = 1.0
     view.prefill_demand.add(1e6, 0.0)
     loose_s = 20 * COST.decode_step_s(1, 20 * view.block_size)
