@@ -56,9 +56,10 @@ class IntegerLinear(nn.Module):
             # As the head of a step that samples nothing.
             return hidden.new_empty((*hidden.shape[:-1], self.out_features))
         steps = torch.add(SMALLEST_STEP, rows.abs().amax(1, keepdim=True), alpha=1 / LARGEST)
-        numbers = torch.addcdiv(ROUNDING, rows, steps).view(torch.int32)
+        # `addcdiv`, the same bits in one call, takes twice as long where it adds to a single number.
+        numbers = torch.div(rows, steps).add_(ROUNDING).view(torch.int32)
         planes = (numbers >> PLANE_BITS).to(torch.uint8).view(2 * num_rows, -1)
-        sums = torch.ops.onednn.qlinear_pointwise(
+        sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             planes,
             1.0,
             128,
@@ -73,7 +74,8 @@ class IntegerLinear(nn.Module):
             [],
             "",
         )
-        output = torch.add(sums[:num_rows], sums[num_rows:], alpha=PLANE).mul_(steps)
+        # In place: writing a second tensor takes a third longer where it is logits.
+        output = sums[:num_rows].add_(sums[num_rows:], alpha=PLANE).mul_(steps)
         if self.bias is not None:
             output += self.bias
         return output.view(*hidden.shape[:-1], self.out_features)
