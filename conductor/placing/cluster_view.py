@@ -422,9 +422,10 @@ class ClusterView:
         if beat is not None:
             own = node.running_sequences - node.foreign_sequences
             own_tokens = node.running_context_tokens - node.foreign_context_tokens
-            # some of our prompts may have a token there of which we have not heard
+            # some of our prompts that are to decode there may have a token of which we have not heard
             prompts = max(0, beat.num_waiting + beat.num_running - beat.num_step_rows)
-            sequences = max(0, beat.num_step_rows - own - max(0, node.num_queued - prompts))
+            unheard = min(max(0, node.num_queued - prompts), node.decode_sequences - node.running_sequences)
+            sequences = max(0, beat.num_step_rows - own - unheard)
             # contexts are estimated: where every sequence is ours, so is every token
             context_tokens = max(0, beat.num_context_tokens - int(own_tokens)) if sequences else 0
         more, more_tokens = sequences - node.foreign_sequences, context_tokens - node.foreign_context_tokens

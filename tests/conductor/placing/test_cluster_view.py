@@ -266,3 +266,24 @@ def test_a_prompt_that_is_late_by_what_a_message_takes_holds_nobody_up() -> None
     ends_s = view.prefill_order.values[0]
     view.settle(ends_s + 0.001)
     assert view.prefill_order.values[0] == ends_s
+
+
+def test_prompts_on_their_way_to_a_node_hide_no_sequences_of_another_conductor() -> None:
+    view = make_view(1, 1)
+    for number in range(3):
+        request = make_request(f"r{number}", first_block=100 * number)
+        placement = require_placement(place(request, view, COST, 0.0))
+        assert (placement.prefill_node, placement.decode_node) == ("p0", "d0")
+        view.placed(request, placement, 0.0)
+    # nothing of ours has reached the prefill node yet, or all is being handed over
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_running=3, num_step_rows=3, num_context_tokens=900), 0.0)
+    assert view.node(NodeId("p0")).foreign_sequences == 3
+
+
+def test_a_first_token_of_which_nothing_was_heard_is_no_sequence_of_another_conductor() -> None:
+    view = make_view(1, 1)
+    request = make_request()
+    placement = require_placement(place(request, view, COST, 0.0))
+    view.placed(request, placement._replace(decode_node=NodeId("p0")), 0.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_running=3, num_step_rows=3, num_context_tokens=900), 0.0)
+    assert view.node(NodeId("p0")).foreign_sequences == 2
