@@ -212,6 +212,10 @@ class Dispatcher:
             if not attempt.is_decided:
                 self._was_let_go(attempt, error)
             raise
+        finally:
+            if attempt.placed is None and self._next_try is None:
+                # it may have been first, for a role that is not there, before others who do not need that
+                self._pump_soon()
         assert attempt.placed is not None
         placement, work = attempt.placed.placement, state.work(attempt.placed.root)
         decode = self._membership.session(placement.decode_node)

@@ -96,3 +96,22 @@ async def test_who_leaves_releases_it_everywhere():
         await until(lambda: any(isinstance(item, Release) for item in stuck.received))
         assert not stuck.held()
         assert running.view.num_in_flight == 0
+
+
+async def test_it_is_tried_when_who_waits_for_a_decode_node_before_it_leaves():
+    async with conductor(role_wait_s=30.0, request_timeout_s=60.0) as running:
+        dispatcher = running.dispatcher
+        await running.attach(Embedding(), node_id="p", roles=(Role.PREFILL,))
+        first = asyncio.ensure_future(answered(dispatcher, request(request_id="tokens")))
+        await until(lambda: len(dispatcher.queue) == 1)
+        second = asyncio.ensure_future(
+            answered(dispatcher, request(request_id="vector", pooling=Pooling.LAST))
+        )
+        await until(lambda: len(dispatcher.queue) == 2)
+        # the one timer has gone off, and found that the first needs a node which no time brings
+        await until(lambda: dispatcher._next_try is None)
+        first.cancel()
+        await asyncio.wait([first])
+        async with asyncio.timeout(2.0):
+            (part,) = await second
+        assert part.embedding == VECTOR
