@@ -16,6 +16,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.placement import UNBOUNDED
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.conformance import SHIPPED_ENGINE, read_run
 from conductor.replay.faults import NodeFault
@@ -93,6 +94,26 @@ def test_who_waits_for_a_place_in_a_full_batch_is_reported_to_the_other_conducto
     least = min(row.num_tokens for row in trace.requests)
     assert all(beat.num_context_tokens >= beat.num_step_rows * least for beat in decoding)
     assert all(beat.num_held_blocks >= beat.num_context_tokens // 512 for beat in decoding)
+
+
+def test_a_node_reports_no_more_kv_than_it_has_room_for_when_it_preempts(monkeypatch) -> None:
+    beats, capacity = [], 60_000
+    taken_in = ClusterView.heartbeat
+
+    def heartbeat(view, node_id, beat, now_s):
+        beats.append(beat)
+        return taken_in(view, node_id, beat, now_s)
+
+    monkeypatch.setattr(ClusterView, "heartbeat", heartbeat)
+    profile = dataclasses.replace(load_profile("a800-llama70b"), device_kv_tokens=capacity)
+    rows = [row for row in small_trace(60, 4.0).requests if row.num_tokens < 8_000][:40]
+    trace = Trace("growing", 512, [row._replace(output_tokens=1_500) for row in rows])
+    settings = SchedulerSettings(reject=RejectPolicy.NONE)
+    options = ClusterOptions(4, 1, 512, settings=settings, conductors=2)
+    cluster = simulate(Plan(trace, CostModel(profile), options, 1.0))
+    assert sum(node.engine.num_preemptions for node in cluster.nodes), "nobody was preempted"
+    assert max(beat.num_context_tokens for beat in beats) <= capacity
+    assert max(beat.num_held_blocks for beat in beats) <= capacity // 512
 
 
 def live_logs(folder, rate: float):
