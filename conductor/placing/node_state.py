@@ -83,7 +83,7 @@ class NodeState:
 
     @property
     def heard(self) -> tuple[object, ...]:
-        """Return what only the node's reports change, and who waits may be placed by.
+        """Return what only the node's reports change, and by which somebody who waits may be placed.
 
         Free blocks are not in it: who waits for those is tried as time passes (`try_again_at_s`).
         """

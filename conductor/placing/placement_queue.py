@@ -3,7 +3,8 @@
 A node serves in order of arrival, so order among requests can be kept only by not sending
 too many ahead. A request that comes while nobody waits is tried at once; one that cannot be placed yet
 waits, and `pump` tries those who wait in the order of `fair_queue.py` whenever something changed: a prefill
-ended, a request left, a node came, went or reported what was not known, or its queue became short enough.
+ended, a request left, a node came, went or reported news (`NodeState.heard`), or its queue became short
+enough.
 
 Waiting is bounded in number (one of the tenant with the most waiting is let go) and in time: by the
 request's own bounds, and where no node of a role is left by `role_wait_s`, which is what a lost node needs

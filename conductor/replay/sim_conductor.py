@@ -35,7 +35,7 @@ from conductor.replay.sim_engine import Schedule
 from conductor.replay.sim_request import SimRequest
 
 BEAT_S = 2.0
-"""Seconds between two heartbeats of a node that has nothing to say."""
+"""Seconds after which those who wait are tried though nothing happened: live, only as a queue gets short."""
 
 CLOCK_S = 1e-6
 """Seconds that a node's clock shows, at least."""
@@ -305,7 +305,7 @@ class SimConductor:
             self._pump(now_s)
 
     def _beat_later(self, now_s: float) -> None:
-        """Try those who wait when a queue will have become short enough, or after a heartbeat."""
+        """Try those who wait when a queue will have become short enough, and each BEAT_S at least."""
         next_s = min(now_s + BEAT_S, try_again_at_s(self.view, self._settings, now_s))
         if next_s < self._beat_at_s:
             self._beat_at_s = next_s

@@ -334,10 +334,10 @@ class Dispatcher:
         self._pump_soon()
 
     def _pump_soon(self) -> None:
-        """Try to place those who wait: something has changed.
+        """Try to place those who wait two turns of the event loop later: something has changed.
 
-        Two turns of the event loop later: what a node says of a request goes on first, and then its state is
-        taken in that came with it (`attach.py`), such as which blocks it has computed.
+        By then the requests that a node has answered have gone on, and the node's state that came with the
+        answers has been taken in (`attach.py`), such as which blocks it has computed.
         """
         if not self._is_pump_due and len(self.queue):
             self._is_pump_due = True

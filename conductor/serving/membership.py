@@ -41,7 +41,7 @@ class Membership:
         self._on_change.append(call)
 
     def on_heartbeat(self, call: Callable[[], None]) -> None:
-        """Call `call` whenever a node has reported something that placement did not know."""
+        """Call `call` whenever a node's report has news for those who wait (`NodeState.heard`)."""
         self._on_heartbeat.append(call)
 
     def join(self, session: NodeSession) -> None:
