@@ -99,7 +99,7 @@ async def test_who_leaves_releases_it_everywhere():
 
 
 async def test_it_is_tried_when_who_waits_for_a_decode_node_before_it_leaves():
-    async with conductor(role_wait_s=30.0, request_timeout_s=60.0) as running:
+    async with conductor(role_wait_s=300.0, request_timeout_s=600.0) as running:
         dispatcher = running.dispatcher
         await running.attach(Embedding(), node_id="p", roles=(Role.PREFILL,))
         first = asyncio.ensure_future(answered(dispatcher, request(request_id="tokens")))
@@ -112,6 +112,6 @@ async def test_it_is_tried_when_who_waits_for_a_decode_node_before_it_leaves():
         await until(lambda: dispatcher._next_try is None)
         first.cancel()
         await asyncio.wait([first])
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(60.0):
             (part,) = await second
         assert part.embedding == VECTOR
