@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,20 +37,35 @@ if not torch.cuda.is_available():
 
 
 def run_kernels_in_turns() -> None:
-    """Have Triton's interpreter run one kernel at a time.
+    """Have Triton's interpreter run one kernel at a time, and prepare each function once in a run.
 
     It keeps the kernel that it runs in globals of its own and of `triton.language`: those of two threads
     at once, two stages of an engine for example, would run with each other's.
-    """
-    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - after the choice above
 
-    run, turn = InterpretedFunction.run, threading.RLock()
+    At each call of a function within a kernel it puts its operations into `triton.language` again, where the
+    first call in a run has put them: that took more time than all else. And it computes whether integers
+    overflow, which it looks at in debugging alone.
+    """
+    from triton.runtime import interpreter  # noqa: PLC0415 - after the choice above
+
+    run, patch, turn = interpreter.InterpretedFunction.run, interpreter._patch_lang, threading.RLock()
+    patched: set[object] = set()
 
     def run_in_turn(kernel, *arguments, **options):
         with turn:
+            patched.clear()
             return run(kernel, *arguments, **options)
 
-    InterpretedFunction.run = run_in_turn
+    def patch_once(function):
+        if function in patched:
+            return interpreter._LangPatchScope()
+        patched.add(function)
+        return patch(function)
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    interpreter.InterpretedFunction.run = run_in_turn
+    interpreter._patch_lang = patch_once
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
