@@ -68,6 +68,8 @@ def score(regime: Regime, rule: str, traces: Mapping[int, Trace]) -> Score:
     """Return the means over the seeds that the traces are of."""
     columns: list[tuple[float, ...]] = []
     for seed, trace in traces.items():
+        # What was there before is not looked through for each of hundreds of runs.
+        gc.freeze()
         outcomes = simulate(regime.plan(trace, rule, seed)).outcomes
         ttft_s, bounds = distribution(outcomes.ttft_s), (regime.slo.ttft_slo_s, regime.slo.tbt_slo_s)
         of_longest = outcomes.share_within(*bounds)
@@ -77,6 +79,7 @@ def score(regime: Regime, rule: str, traces: Mapping[int, Trace]) -> Score:
         columns.append((goodput, ttft_s["mean"], ttft_s["p99"], rejected, hit_rate, of_longest))
         del outcomes
         gc.collect()  # a cluster is of cycles, and the collector waits for gigabytes of them
+        gc.unfreeze()
     return Score(rule, *map(fmean, zip(*columns, strict=True)))
 
 

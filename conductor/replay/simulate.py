@@ -42,11 +42,9 @@ def simulate(plan: Plan, watch: Watch | None = None) -> SimCluster:
     )
     # The run makes millions of objects and no cycles; looking for some takes time for
     # nothing.
-    gc.freeze()
     gc.disable()
     try:
         cluster.run(rows, watch, plan.sessions)
     finally:
         gc.enable()
-        gc.unfreeze()
     return cluster
