@@ -31,11 +31,11 @@ def num_rejections():
 
 @pytest.fixture
 def num_kept():
-    """How many rejections there are more than at the test's begin, with no garbage collected since."""
-    gc.collect()
+    """How many rejections there are of those made since the test's begin, with no garbage collected since."""
     gc.disable()
-    before = num_rejections()
-    yield lambda: num_rejections() - before
+    gc.freeze()  # what was there before is among no objects that the collector tells
+    yield num_rejections
+    gc.unfreeze()
     gc.enable()
 
 
