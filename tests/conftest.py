@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from base.lifetime import NEW_OBJECTS
 
 # Helpers beside the tests are imported as tests.*, from wherever pytest is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -29,6 +32,9 @@ BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", **BUSY, derandomize=True)
 settings.register_profile("explore", **BUSY)
 settings.load_profile("same")
+
+# The collector looks at new objects as seldom as in our processes: it goes through a million more each time.
+gc.set_threshold(NEW_OBJECTS)
 
 # Where there is no GPU, Triton's kernels run in its interpreter. The choice is made when a
 # kernel is decorated, so it must stand before the first import.
