@@ -112,10 +112,15 @@ DOORS: dict[str, tuple[str, ...]] = {
 
 
 @functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@functools.cache
 def imported_packages(file: Path) -> set[str]:
     """Top-level names a file imports, function-local imports included."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -142,7 +147,7 @@ def room_of(parts: tuple[str, ...]) -> str | None:
 def imported_modules(file: Path) -> set[tuple[str, ...]]:
     """Modules of our own that a file imports, as paths."""
     found: set[tuple[str, ...]] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             found |= {tuple(alias.name.split(".")) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -193,7 +198,7 @@ LIVE = {
 def test_placing_is_pure() -> None:
     todo, seen = files_of("conductor/placing"), set[Path]()
     for file in todo:
-        calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)]
         opens = [
             name for name in calls if isinstance(name, ast.Name) and name.id in ("open", "print", "input")
         ]

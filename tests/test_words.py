@@ -61,10 +61,15 @@ class Docstring(NamedTuple):
 
 
 @functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@functools.cache
 def clean_files(packages: tuple[str, ...] = PACKAGES) -> tuple[tuple[str, ast.Module], ...]:
     """Return the names and the trees of the files that the rules hold for."""
     return tuple(
-        (file.relative_to(ROOT).as_posix(), ast.parse(file.read_text()))
+        (file.relative_to(ROOT).as_posix(), tree_of(file))
         for package in packages
         for file in sorted((ROOT / package).rglob("*.py"))
         if "_pb2" not in file.name
