@@ -18,6 +18,15 @@ import triton
 import triton.language as tl
 
 from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
+from engine.kernels.key_parts import (
+    LEAST_KEYS,
+    _part_of_keys,
+    _write_absent,
+    _write_part,
+    join_parts,
+    num_parts,
+    part_buffers,
+)
 from engine.kernels.paged_decode import LOG2_E, _join_parts, _part_span, join_grid
 from engine.kernels.paged_prefill import _chunk_of_tile
 from engine.kernels.shared_memory import shared_memory_bytes
@@ -35,6 +44,10 @@ class LatentTiles:
     """Tokens read at a time."""
     num_warps: int
     num_stages: int
+    parts: int = 0
+    """Parts that the keys of a tile of chunks are cut into at most; 0: by the number of tiles."""
+    least_keys: int = LEAST_KEYS
+    """Least number of keys of a part."""
 
 
 DECODE_TILES = LatentTiles(heads=16, rows=16, tokens=64, num_warps=8, num_stages=2)
@@ -46,6 +59,8 @@ DECODE_PROGRAMS = 132
 One H200, 16 heads, latents of 512, contexts of 1,090 tokens: 64 sequences take 38 us, with 512 programs, four
 warps and two stages 49; 256 sequences 103 and 125; one sequence of 32,000 tokens 47 and 66."""
 CHUNK_TILES = LatentTiles(heads=64, rows=64, tokens=64, num_warps=8, num_stages=1)
+CHUNK_PROGRAMS = 132
+"""Programs with work that tiles of chunks of few tokens are cut into, as many as are under way at once."""
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 """Latents and rotary keys of one layer, each [num_blocks, block_size, 1, width]; any block stride."""
@@ -136,13 +151,19 @@ def prefill_latents(
         raise ValueError("query_starts must be [num_seqs + 1] int32")
     heads = min(tiles.heads, num_heads)
     rows = max(tiles.rows, 16, triton.next_power_of_2(heads))
-    num_tiles = num_tokens // (rows // heads) + num_seqs
-    _prefill_tile[(head_groups(num_heads, tiles), num_tiles)](
-        latent_query, rotary_query, *layer, block_tables, query_starts, context_lens, output, num_seqs,
-        scale * LOG2_E.value, num_heads, *latent_query.stride()[:2], *rotary_query.stride()[:2],
+    groups, tile_tokens = head_groups(num_heads, tiles), rows // heads
+    most_keys = block_tables.shape[1] * constants["BLOCK_SIZE"]
+    parts = tiles.parts or num_parts(groups * -(-num_tokens // tile_tokens), CHUNK_PROGRAMS, most_keys)
+    results, log_sums = part_buffers(parts, output)
+    _prefill_tile[(groups, num_tokens // tile_tokens + num_seqs, parts)](
+        latent_query, rotary_query, *layer, block_tables, query_starts, context_lens, output, results,
+        log_sums, num_seqs, num_tokens, scale * LOG2_E.value, num_heads,
+        *latent_query.stride()[:2], *rotary_query.stride()[:2],
         *layer[0].stride()[:2], *layer[1].stride()[:2], block_tables.stride(0), **constants,
-        HEADS=heads, ROWS=rows, TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        HEADS=heads, ROWS=rows, TILE=tiles.tokens, PARTS=parts, LEAST_KEYS=tiles.least_keys,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    join_parts(results, log_sums, query_starts, output)
 
 
 def _constants(
@@ -325,7 +346,10 @@ def _prefill_tile(
     query_starts,  # [num_seqs + 1]
     context_lens,  # [num_seqs]
     output,  # [num_tokens, num_heads, RANK]
+    results,  # [PARTS, num_tokens, num_heads, RANK]
+    log_sums,  # [PARTS, num_tokens, num_heads]
     num_seqs,
+    num_tokens,
     scale,
     num_heads,
     latent_token_query_stride,
@@ -345,6 +369,8 @@ def _prefill_tile(
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = ROWS // HEADS
     # a chunk's last tiles see the most: they start first
@@ -364,6 +390,17 @@ def _prefill_tile(
     rotary_dims = tl.arange(0, ROTARY_PAD)
     mask = is_row[:, None] & (dims < RANK)[None, :]
     token_at = (chunk_start + token).to(tl.int64)
+    begin = 0
+    end = prefix_len + tl.minimum(first + TOKENS, chunk_len)
+    part = tl.program_id(2)
+    row_at = token_at * num_heads + heads
+    num_rows = num_tokens.to(tl.int64) * num_heads
+    is_cut = False
+    if PARTS > 1:
+        begin, end, is_cut = _part_of_keys(begin, end, part, PARTS, LEAST_KEYS, TILE)
+        if begin >= end:
+            _write_absent(log_sums, row_at, num_rows, part, is_row)
+            return
     source = latent_query + (token_at * latent_token_query_stride + heads * latent_head_stride)[:, None]
     q = tl.load(source + dims[None, :], mask=mask, other=0.0)
     source = rotary_query + (token_at * rotary_token_query_stride + heads * rotary_head_stride)[:, None]
@@ -373,13 +410,12 @@ def _prefill_tile(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, RANK_PAD], tl.float32)
-    end = prefix_len + tl.minimum(first + TOKENS, chunk_len)
     mixed, total, highest = _attend_latents(
         mixed, total, highest, q, q_rotary, latents, rotary_keys,
-        block_tables + seq.to(tl.int64) * table_stride, 0, end, prefix_len + token, scale,
+        block_tables + seq.to(tl.int64) * table_stride, begin, end, prefix_len + token, scale,
         latent_block_stride, latent_token_stride, rotary_block_stride,
         rotary_token_stride, True, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, TILE,
     )  # fmt: skip
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    slot = token_at * num_heads + heads
-    tl.store(output + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
+    _write_part(
+        mixed, total, highest, row_at, num_rows, part, is_cut, is_row, dims, output, results, log_sums, RANK
+    )

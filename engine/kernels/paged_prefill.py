@@ -9,6 +9,8 @@ head are further rows of the tile, so that K and V are read once for all of them
 knowing the lengths: chunk i begins at tile `query_starts[i] // TOKENS + i`, which allows for the rounding of
 every chunk before it, and a program finds its chunk by binary search. The launch thus depends on the shapes
 alone.
+
+Keys of a few tiles are cut into parts (`key_parts.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,15 @@ import triton
 import triton.language as tl
 
 from engine.attention import AttentionRule
+from engine.kernels.key_parts import (
+    LEAST_KEYS,
+    _part_of_keys,
+    _write_absent,
+    _write_part,
+    join_parts,
+    num_parts,
+    part_buffers,
+)
 from engine.kernels.paged_decode import LOG2_E
 from engine.kernels.paged_layer import kernel_constants, require_paged_layer
 from engine.kernels.scaled_rows import SCALE_WIDTH, _mixed_with, _multiplied, _scaled
@@ -36,6 +47,18 @@ class PrefillTiles:
     """Tokens of K and V read at a time."""
     num_warps: int
     num_stages: int
+    parts: int = 0
+    """Parts that the keys of a tile are cut into at most; 0: by the number of tiles."""
+    least_keys: int = LEAST_KEYS
+    """Least number of keys of a part."""
+
+
+PROGRAMS = 256
+"""Programs with work that tiles of few tokens are cut into: two for each multiprocessor, as many as are under
+way at once.
+
+One H200, 32 heads of 128, us for whole keys / parts: 128 tokens after 8,192 166/65, after 24,576 487/168; 256
+after 8,192 172/116; with twice as many programs 74 and 122."""
 
 
 def prefill_tiles(group: int, row_bytes: int) -> PrefillTiles:
@@ -84,15 +107,23 @@ def paged_prefill(
         # A tile of one block has one scale.
         tiles = replace(tiles, tokens=math.gcd(tiles.tokens, kv_cache.shape[2]))
     output = query.new_empty(query.shape) if output is None else output
-    num_tiles = query.shape[0] // (tiles.rows // constants["GROUP"]) + num_seqs
-    _prefill_tile[(kv_cache.shape[3], num_tiles)](
+    num_tokens, num_kv_heads = query.shape[0], kv_cache.shape[3]
+    tile_tokens = tiles.rows // constants["GROUP"]
+    num_tiles = num_tokens // tile_tokens + num_seqs
+    most_keys = block_tables.shape[1] * kv_cache.shape[2]
+    parts = tiles.parts or num_parts(num_kv_heads * -(-num_tokens // tile_tokens), PROGRAMS, most_keys)
+    results, log_sums = part_buffers(parts, output)
+    _prefill_tile[(num_kv_heads, num_tiles, parts)](
         query, kv_cache, query if scales is None else scales, block_tables, query_starts, context_lens,
         query if sinks is None else sinks,  # a pointer that is not read
-        output, num_seqs, rule.scale * LOG2_E.value, rule.soft_cap * LOG2_E.value,
+        output, results, log_sums, num_seqs, num_tokens, rule.scale * LOG2_E.value,
+        rule.soft_cap * LOG2_E.value,
         *query.stride()[:2], *kv_cache.stride()[:4], 0 if scales is None else scales.stride(0),
         block_tables.stride(0), **constants,
-        ROWS=tiles.rows, TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        ROWS=tiles.rows, TILE=tiles.tokens, PARTS=parts, LEAST_KEYS=tiles.least_keys,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    join_parts(results, log_sums, query_starts, output)
     return output
 
 
@@ -190,7 +221,10 @@ def _prefill_tile(
     context_lens,  # [num_seqs]
     sinks,  # [num_heads]
     output,  # [num_tokens, num_heads, DIM]
+    results,  # [PARTS, num_tokens, num_heads, DIM]
+    log_sums,  # [PARTS, num_tokens, num_heads]
     num_seqs,
+    num_tokens,
     scale,
     soft_cap,
     query_token_stride,
@@ -211,6 +245,8 @@ def _prefill_tile(
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
 ):
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0)
@@ -243,9 +279,19 @@ def _prefill_tile(
     else:
         # every row sees all of the positions before this one
         whole = (prefix_len + first + 1) // TILE * TILE
+    part = tl.program_id(2)
+    row_at = token_at * (tl.num_programs(0) * GROUP) + heads
+    num_rows = num_tokens.to(tl.int64) * (tl.num_programs(0) * GROUP)
+    is_cut = False
+    if PARTS > 1:
+        begin, end, is_cut = _part_of_keys(begin, end, part, PARTS, LEAST_KEYS, TILE)
+        if begin >= end:
+            _write_absent(log_sums, row_at, num_rows, part, row_mask)
+            return
+        whole = tl.minimum(tl.maximum(whole, begin), end)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
+    if SINKS and part == 0:
         highest = tl.load(sinks + heads, mask=rows < TOKENS * GROUP, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     mixed = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -262,6 +308,6 @@ def _prefill_tile(
         block_stride, value_stride, token_stride, scale_stride, WINDOW, SOFT_CAP, SCALED, True, DIM,
         DIM_PAD, BLOCK_SIZE, TILE,
     )  # fmt: skip
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    output_at = (token_at * (tl.num_programs(0) * GROUP) + heads) * DIM
-    tl.store(output + output_at[:, None] + dims[None, :], mixed, mask=mask)
+    _write_part(
+        mixed, total, highest, row_at, num_rows, part, is_cut, row_mask, dims, output, results, log_sums, DIM
+    )

@@ -72,16 +72,16 @@ def test_decode_equals_attention_over_what_latents_expand_to(
     assert relative_error(case.values(mixed), expected) < 5e-6
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("block_size", "parts"), [(16, 1), (64, 1), (16, 3)])
 @pytest.mark.parametrize(("num_heads", "rank"), [(4, 32), (16, 64), (24, 48)])
 def test_chunks_equal_attention_over_what_latents_expand_to(
-    num_heads: int, rank: int, block_size: int
+    num_heads: int, rank: int, block_size: int, parts: int
 ) -> None:
     """Chunks of all tokens, of some after a prefix, and of one."""
     case = Case(num_heads, rank, block_size)
     starts = [0, 70, 71, 71 + 20, 71 + 20 + 16]
     query = case.query[: starts[-1]]
-    tiles = LatentTiles(heads=16, rows=32, tokens=16, num_warps=4, num_stages=1)
+    tiles = LatentTiles(heads=16, rows=32, tokens=16, num_warps=4, num_stages=1, parts=parts, least_keys=32)
     mixed = torch.full((*query.shape[:2], rank), float("nan"), device=DEVICE)
     where = case.tables, torch.tensor(starts, dtype=torch.int32, device=DEVICE), case.lens
     prefill_latents(*case.halves(query), case.layer, *where, RULE.scale, mixed, tiles)

@@ -1,17 +1,21 @@
 """The prefill kernel computes what its plain-torch definition says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
+from engine.kernels.key_parts import num_parts
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import PrefillTiles, paged_prefill
 from tests.engine.definitions import paged_prefill_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
-SMALL = PrefillTiles(rows=16, tokens=16, num_warps=4, num_stages=1)
+SMALL = PrefillTiles(rows=16, tokens=16, num_warps=4, num_stages=1, parts=1)
+CUT = replace(SMALL, parts=4, least_keys=32)
 
 
 def assert_agrees(
@@ -72,6 +76,31 @@ def test_windows_caps_and_sinks_agree(window: int, cap: float, sinks: bool) -> N
     assert_agrees([(0, 20), (40, 12)], rule=rule, sinks=sinks)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_tiles_whose_keys_are_cut_and_others_agree_in_one_launch(window: int, sinks: bool) -> None:
+    # of no key, one part, two, three of which the last has one key, and more than four parts' least
+    chunks = [(0, 5), (9, 16), (40, 9), (90, 7), (300, 12), (64, 1)]
+    assert_agrees(chunks, rule=AttentionRule(scale=0.3, sliding_window=window), sinks=sinks, tiles=CUT)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)])
+def test_keys_are_cut_for_every_grouping_of_heads(heads: tuple[int, int]) -> None:
+    assert_agrees([(80, 20), (0, 9)], heads=heads, head_dim=80, tiles=CUT)
+
+
+def test_the_launch_that_is_chosen_cuts_a_long_prefix() -> None:
+    assert_agrees([(1100, 20)], tiles=None)
+
+
+def test_few_tiles_are_cut_into_many_parts_and_many_into_none() -> None:
+    assert [num_parts(tiles, 256, 10**6) for tiles in (8, 64, 80, 128, 192, 4096)] == [8, 4, 3, 2, 1, 1]
+
+
+def test_no_more_parts_are_made_than_tables_have_keys_for() -> None:
+    assert [num_parts(8, 256, most_keys) for most_keys in (64, 1023, 1024, 3000)] == [1, 1, 2, 5]
+
+
 def test_a_chunk_of_one_token_is_a_decode_step() -> None:
     generator = torch.Generator().manual_seed(0)
     kv_cache, tables = paged_layer([20, 33], 2, 64, 16, torch.float32, generator)
@@ -115,6 +144,11 @@ def test_chunks_that_start_late_leave_the_tokens_before_them_as_they_are() -> No
     assert torch.equal(output[70:119], expected)
     assert bool((output[:70] == 7).all())
     assert bool((output[119:] == 7).all())
+    cut = replace(CUT, least_keys=16)
+    paged_prefill(query, kv_cache, tables, starts, lens, AttentionRule(0.1), tiles=cut, output=output)
+    assert relative_error(output[70:119], expected) < tolerance(torch.float32)
+    assert bool((output[:70] == 7).all())
+    assert bool((output[119:] == 7).all())
 
 
 @settings(max_examples=8, deadline=None)
@@ -125,11 +159,12 @@ def test_chunks_that_start_late_leave_the_tokens_before_them_as_they_are() -> No
     window=st.sampled_from([0, 7, 64]),
     rows=st.sampled_from([16, 32, 64]),
     tile=st.sampled_from([16, 32]),
+    parts=st.sampled_from([1, 2, 8]),
     seed=st.integers(0, 2**20),
 )
-def test_random_batches_agree(chunks, heads, block_size, window, rows, tile, seed) -> None:
+def test_random_batches_agree(chunks, heads, block_size, window, rows, tile, parts, seed) -> None:
     rule = AttentionRule(scale=0.2, sliding_window=window)
-    tiles = PrefillTiles(rows, tile, 4, 1)
+    tiles = PrefillTiles(rows, tile, 4, 1, parts, least_keys=16)
     assert_agrees(chunks, heads, 32, block_size, rule=rule, tiles=tiles, seed=seed)
 
 
