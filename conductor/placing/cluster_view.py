@@ -56,7 +56,7 @@ FULL_S = 0.25
 class ClusterView:
     """Membership, load and block locations of the whole cluster."""
 
-    def __init__(self, cost: CostModel, block_size: int, initial_decode_s: float = 30.0) -> None:
+    def __init__(self, cost: CostModel, block_size: int) -> None:
         """`block_size` is that of the chains and of every node."""
         self.block_size = block_size
         self.index = PrefixIndex()
@@ -72,7 +72,7 @@ class ClusterView:
         self.lent_mask = 0  # prefill nodes that decode all the same (`lent_decode.py`)
         self.members: dict[int, NodeState] = {}
         """The nodes that are attached now, by slot."""
-        self.projection = DecodeProjection(initial_decode_s)
+        self.projection = DecodeProjection(cost.empty_step_s)
         self.running_sequences = 0
         self.running_context_tokens = 0.0
         self.foreign_sequences: float = 0
@@ -254,7 +254,7 @@ class ClusterView:
             handoff_s,
             decode_from_s,
             tbt_slo_s,
-            request.max_tokens > 0,
+            request.max_tokens,
         )
         self.num_in_flight += 1
         self.prefill_demand.add(alone_s, now_s)
@@ -263,7 +263,7 @@ class ClusterView:
         self._join_queue(flight, now_s + placement.fetch_s)
         if source is not None:
             source.num_outgoing += 1
-        if not flight.decodes:
+        if not flight.max_tokens:
             return
         decode.decode_sequences += 1
         if tbt_slo_s != inf:
@@ -272,7 +272,7 @@ class ClusterView:
         decode.peak_tokens += peak_tokens
         decode.reported_free_tokens -= peak_tokens
         self._reorder(decode)
-        self.projection.add(decode_from_s, context_tokens)
+        self.projection.add(decode_from_s, context_tokens, request.max_tokens)
 
     def decode_node(self, request_id: RequestId) -> NodeState:
         """Return where a placed request is to decode, also if that node has left."""
@@ -283,10 +283,10 @@ class ClusterView:
         flight = self._in_flight[request_id]
         decode, context_tokens = flight.decode, flight.context_tokens
         self._leave_prefill(flight, now_s)
-        if not flight.decodes:
+        if not flight.max_tokens:
             flight.is_prefilled = True
             return
-        self.projection.move(flight.decode_from_s, now_s, context_tokens)
+        self.projection.move(flight.decode_from_s, now_s, context_tokens, flight.max_tokens)
         flight.decode_from_s = now_s
         flight.is_prefilled = True
         decode.running_sequences += 1
@@ -301,14 +301,14 @@ class ClusterView:
         decode, context_tokens, peak_tokens = flight.decode, flight.context_tokens, flight.peak_tokens
         if not flight.is_prefilled:
             self._leave_prefill(flight, now_s)
-        if not flight.decodes:
+        if not flight.max_tokens:
             return
         if flight.is_prefilled:
             decode.running_sequences -= 1
             decode.running_context_tokens -= context_tokens
             self.running_sequences -= 1
             self.running_context_tokens -= context_tokens
-        self.projection.discard(flight.decode_from_s, context_tokens)
+        self.projection.discard(flight.decode_from_s, context_tokens, flight.max_tokens)
         decode.decode_sequences -= 1
         if flight.tbt_slo_s != inf:
             decode.bind_tbt(flight.tbt_slo_s, -1)
@@ -317,7 +317,7 @@ class ClusterView:
         decode.reported_free_tokens += peak_tokens
         self._reorder(decode)
         if output_tokens is not None:
-            self.projection.observe(now_s - flight.decode_from_s)
+            self.projection.observe(now_s - flight.decode_from_s, output_tokens - 1)
             self.mean_output_tokens += OUTPUT_GAIN * (output_tokens - self.mean_output_tokens)
 
     def projected(self, moment_s: float, now_s: float) -> tuple[float, float]:

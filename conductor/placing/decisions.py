@@ -172,7 +172,8 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     seen = made.seen
     if seen.nodes is None:
         raise ValueError(f"decision {made.asked.request_id} was recorded without its nodes")
-    view = ClusterView(cost, seen.block_size, seen.decode_s)
+    view = ClusterView(cost, seen.block_size)
+    view.projection.restore(seen.decode_s)
     for node in seen.nodes:
         _restore(view, node, made)
     view.mean_output_tokens = seen.mean_output_tokens

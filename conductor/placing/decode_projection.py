@@ -2,10 +2,14 @@
 
 The question of the paper (arXiv 2407.00079, section 7.4), at the level of the whole system. There every
 request decodes for one uniform time t_d. Here each is expected to survive as the requests that ended lately
-did: of those whose prefill ends at s, a share S(t - s) decodes at t, where S is the share of the decode times
-seen that were longer; and of those that decode already, S(t - s) / S(now - s), for they have come so far. One
+did: of those whose prefill ends at s, a share S(t - s) decodes at t, where S is the share of the lengths seen
+that were longer; and of those that decode already, S(t - s) / S(now - s), for they have come so far. One
 time for all was weighed: the 99th percentile rejected a fifth of the requests for sequences that had ended by
 then, and a shorter one let the pool overfill (simulation, Table 3 of the paper).
+
+Lengths are of tokens, and become seconds by those that a token took lately. The former belong to who asks
+and change slowly; the latter belong to the load and follow it within a dozen requests. Nobody survives the
+most tokens that its request allows.
 
 Starts are counted in buckets, of which the mean start is kept, so a question costs as many searches as
 there are buckets with a request that has not ended, whatever the number of nodes and requests. Ages are not
@@ -20,42 +24,52 @@ from collections import deque
 BUCKET_S = 0.5
 
 # Enough for a tail, few enough to follow a change of traffic within minutes.
-DECODE_TIMES = 256
+LENGTHS = 256
 # The first to finish are the shortest, and say nothing of the others.
-FEWEST_TIMES = 16
+FEWEST_LENGTHS = 16
+INITIAL_TOKENS = 1024.0
+
+# One request moves the seconds of a token by so much; the first ones are averaged.
+TOKEN_GAIN = 1 / 16
+
+Bucket = list[float]
+"""Sequences, their context in tokens, and sums of their starts in seconds and of the tokens they may have."""
 
 
 class DecodeProjection:
     """Counts prefills by the moment they end, and how long sequences decode."""
 
-    def __init__(self, initial_decode_s: float) -> None:
-        """`initial_decode_s` is how long each decodes until requests have finished."""
+    def __init__(self, initial_token_s: float) -> None:
+        """`initial_token_s` is how long a token takes until requests have finished."""
         self.num_sequences = self.num_tokens = 0
         """All that are counted, with their context: no moment has more of them."""
-        self._buckets: dict[int, list[float]] = {}
-        """Moment in buckets to [sequences, tokens, sum of starts in seconds]; empty ones are absent."""
-        self._seen: deque[float] = deque(maxlen=DECODE_TIMES)
-        """Decode times that were observed since somebody asked: most of the time nobody does."""
-        self._recent: deque[float] = deque()
+        self._buckets: dict[int, Bucket] = {}
+        """By the moment in buckets; empty ones are absent."""
+        self._seen: deque[int] = deque(maxlen=LENGTHS)
+        """Lengths in tokens that were observed since somebody asked: most of the time nobody does."""
+        self._recent: deque[int] = deque()
         self._ordered: list[float] = []
-        self._decode_s = initial_decode_s
-        self._expected = [initial_decode_s]
-        """Decode times in order, of which each is as likely."""
+        self._token_s = initial_token_s
+        self._num_timed = 0
+        self._mean_tokens = INITIAL_TOKENS
+        self._expected = [INITIAL_TOKENS]
+        """Lengths in order, of which each is as likely."""
 
-    def add(self, moment_s: float, tokens: int) -> None:
-        """Expect a sequence of `tokens` context to start decoding at `moment_s`."""
+    def add(self, moment_s: float, tokens: int, max_tokens: int) -> None:
+        """Expect a sequence of `tokens` context to start decoding up to `max_tokens` at `moment_s`."""
         self.num_sequences += 1
         self.num_tokens += tokens
         key = int(moment_s / BUCKET_S)
         bucket = self._buckets.get(key)
         if bucket is None:
-            self._buckets[key] = [1, tokens, moment_s]
+            self._buckets[key] = [1, tokens, moment_s, max_tokens]
         else:
             bucket[0] += 1
             bucket[1] += tokens
             bucket[2] += moment_s
+            bucket[3] += max_tokens
 
-    def discard(self, moment_s: float, tokens: int) -> None:
+    def discard(self, moment_s: float, tokens: int, max_tokens: int) -> None:
         """Undo an `add` of the same values."""
         self.num_sequences -= 1
         self.num_tokens -= tokens
@@ -64,29 +78,33 @@ class DecodeProjection:
         bucket[0] -= 1
         bucket[1] -= tokens
         bucket[2] -= moment_s
+        bucket[3] -= max_tokens
         if not bucket[0]:
             del self._buckets[key]
 
-    def move(self, from_s: float, to_s: float, tokens: int) -> None:
+    def move(self, from_s: float, to_s: float, tokens: int, max_tokens: int) -> None:
         """Expect at `to_s` what was expected at `from_s`."""
-        self.discard(from_s, tokens)
-        self.add(to_s, tokens)
+        self.discard(from_s, tokens, max_tokens)
+        self.add(to_s, tokens, max_tokens)
 
     def at(self, moment_s: float, now_s: float) -> tuple[float, float]:
         """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
         self._take_in()
-        expected = self._expected
+        expected, token_s = self._expected, self._token_s
         count = len(expected)
         sequences = tokens = 0.0
-        for number, context, starts_s in self._buckets.values():
+        for number, context, starts_s, allowed in self._buckets.values():
             start_s = starts_s / number
             if start_s > moment_s:
                 continue
-            share = 1.0 - bisect_right(expected, moment_s - start_s) / count
+            length = (moment_s - start_s) / token_s
+            share = 1.0 - bisect_right(expected, length) / count
             if start_s < now_s:
-                alive = 1.0 - bisect_right(expected, now_s - start_s) / count
+                alive = 1.0 - bisect_right(expected, (now_s - start_s) / token_s) / count
                 # longer than any that was seen: nothing is known of its end
                 share = share / alive if alive else 1.0
+            if moment_s > now_s and length >= allowed / number:
+                continue
             sequences += number * share
             tokens += context * share
         return sequences, tokens
@@ -95,23 +113,31 @@ class DecodeProjection:
     def decode_s(self) -> float:
         """Mean seconds that a sequence decodes."""
         self._take_in()
-        return self._decode_s
+        return self._mean_tokens * self._token_s
 
-    def observe(self, decode_s: float) -> None:
-        """Learn how long one request decoded."""
-        self._seen.append(decode_s)
+    def restore(self, decode_s: float) -> None:
+        """Take over the mean seconds that another projection had, which counted the sequences."""
+        self._token_s = decode_s / self._mean_tokens
+
+    def observe(self, decode_s: float, num_tokens: int) -> None:
+        """Learn how long one request decoded, and how many tokens came after its first one."""
+        self._seen.append(num_tokens)
+        if num_tokens > 0:
+            self._num_timed += 1
+            gain = max(TOKEN_GAIN, 1 / self._num_timed)
+            self._token_s += gain * (decode_s / num_tokens - self._token_s)
 
     def _take_in(self) -> None:
         """Put in order what was observed."""
         if not self._seen:
             return
         recent, ordered = self._recent, self._ordered
-        for decode_s in self._seen:
-            if len(recent) == DECODE_TIMES:
+        for num_tokens in self._seen:
+            if len(recent) == LENGTHS:
                 del ordered[bisect_left(ordered, recent.popleft())]
-            recent.append(decode_s)
-            insort(ordered, decode_s)
+            recent.append(num_tokens)
+            insort(ordered, num_tokens)
         self._seen.clear()
-        if len(ordered) >= FEWEST_TIMES:
-            self._decode_s = sum(ordered) / len(ordered)
+        if len(ordered) >= FEWEST_LENGTHS:
+            self._mean_tokens = sum(ordered) / len(ordered)
             self._expected = ordered

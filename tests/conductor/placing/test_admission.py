@@ -194,6 +194,7 @@ def busy_view(num_running):
         view.placed(request, placed(view, request), 0.0)
         view.prefill_done(request.request_id, 0.0)
     view.heartbeat(NodeId("d1"), make_heartbeat(), 0.0)
+    view.projection.restore(30.0)
     return view
 
 
@@ -240,7 +241,7 @@ def test_who_is_taken_without_a_projection_would_be_taken_by_it(seed):
     rng = random.Random(seed)
     view, request = busy_view(30), make_request("r", blocks=3)
     for _ in range(20):
-        view.projection.observe(rng.expovariate(0.2))
+        view.projection.observe(rng.expovariate(0.2), 1)
     for _ in range(rng.randrange(3)):
         view.rejected(RejectReason.TBT)
     placement, now_s, taken = placed(view, request), rng.uniform(0.0, 20.0), []

@@ -9,7 +9,7 @@ from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.decision_lines import Shared
 from conductor.placing.decisions import MAX_NODES, Actual, decide_again, decision
-from conductor.placing.decode_projection import FEWEST_TIMES
+from conductor.placing.decode_projection import FEWEST_LENGTHS
 from conductor.placing.explain import MAX_LISTED, Decisions
 from conductor.placing.placement import Placement, Rejection, RejectReason
 from conductor.placing.scheduler import place
@@ -91,8 +91,8 @@ def test_a_refusal_for_want_of_room_made_again_is_the_same():
 
 def test_a_decision_made_beside_another_conductors_sequences_is_the_same_where_answers_are_short():
     view = make_view(2, 2, COST)
-    for _ in range(FEWEST_TIMES):
-        view.projection.observe(0.01)
+    for _ in range(FEWEST_LENGTHS):
+        view.projection.observe(0.01, 1)
     view.heartbeat(NodeId("d0"), make_heartbeat(num_step_rows=40, num_context_tokens=400_000), 1.0)
     results = set()
     for tbt_ms in range(20, 80):
