@@ -336,8 +336,7 @@ class ClusterView:
     def refused(self, node_id: NodeId, now_s: float) -> None:
         """A node had no blocks for a reservation: it is full until it says otherwise, a while from now."""
         if node := self._nodes.get(node_id):
-            node.reported_free_tokens = NO_ROOM
-            node.full_until_s = now_s + FULL_S
+            node.reported_free_tokens, node.full_until_s = NO_ROOM, now_s + FULL_S
 
     def expected_output_tokens(self, max_tokens: int) -> float:
         """Return how long an output is expected to be, by those seen so far."""
@@ -365,10 +364,17 @@ class ClusterView:
             node = self.members[slot]
             if overdue_s := node.overdue_s:
                 self.prefill_order.set(slot, now_s + overdue_s + node.foreign_queue_s)
+        if not self.projection.is_timed:
+            self._expect_token_s()
         is_dear = self.room_price.price > 1.0  # else the mean of many decode times is for nobody
         self.room_price.settle(now_s, self.projection.decode_s if is_dear else inf)
         if self.corrections.changed:
             self._settle_paces()
+
+    def _expect_token_s(self) -> None:
+        """Expect tokens to take as long as they will with all who were placed."""
+        counted, nodes = self.projection, max(1, self.decode_mask.bit_count())
+        counted.token_s = self._cost.decode_step_s(counted.num_sequences / nodes, counted.num_tokens / nodes)
 
     def _settle_paces(self) -> None:
         for node_id in self.corrections.changed:

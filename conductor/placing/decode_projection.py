@@ -40,16 +40,17 @@ class DecodeProjection:
     """Counts prefills by the moment they end, and how long sequences decode."""
 
     def __init__(self, initial_token_s: float) -> None:
-        """`initial_token_s` is how long a token takes until requests have finished."""
+        """`initial_token_s` is `token_s` of a projection that counts nobody."""
         self.num_sequences = self.num_tokens = 0
         """All that are counted, with their context: no moment has more of them."""
         self._buckets: dict[int, Bucket] = {}
-        """By the moment in buckets; empty ones are absent."""
+        """Buckets with a sequence, under their moment divided by `BUCKET_S`."""
         self._seen: deque[int] = deque(maxlen=LENGTHS)
         """Lengths in tokens that were observed since somebody asked: most of the time nobody does."""
         self._recent: deque[int] = deque()
         self._ordered: list[float] = []
-        self._token_s = initial_token_s
+        self.token_s = initial_token_s
+        """Seconds of a token: as its owner predicts them until a request has ended that says it."""
         self._num_timed = 0
         self._mean_tokens = INITIAL_TOKENS
         self._expected = [INITIAL_TOKENS]
@@ -90,7 +91,7 @@ class DecodeProjection:
     def at(self, moment_s: float, now_s: float) -> tuple[float, float]:
         """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
         self._take_in()
-        expected, token_s = self._expected, self._token_s
+        expected, token_s = self._expected, self.token_s
         count = len(expected)
         sequences = tokens = 0.0
         for number, context, starts_s, allowed in self._buckets.values():
@@ -110,14 +111,20 @@ class DecodeProjection:
         return sequences, tokens
 
     @property
+    def is_timed(self) -> bool:
+        """Whether a request has ended that says what a token takes."""
+        return self._num_timed > 0
+
+    @property
     def decode_s(self) -> float:
         """Mean seconds that a sequence decodes."""
         self._take_in()
-        return self._mean_tokens * self._token_s
+        return self._mean_tokens * self.token_s
 
     def restore(self, decode_s: float) -> None:
         """Take over the mean seconds that another projection had, which counted the sequences."""
-        self._token_s = decode_s / self._mean_tokens
+        self.token_s = decode_s / self._mean_tokens
+        self._num_timed = 1
 
     def observe(self, decode_s: float, num_tokens: int) -> None:
         """Learn how long one request decoded, and how many tokens came after its first one."""
@@ -125,7 +132,7 @@ class DecodeProjection:
         if num_tokens > 0:
             self._num_timed += 1
             gain = max(TOKEN_GAIN, 1 / self._num_timed)
-            self._token_s += gain * (decode_s / num_tokens - self._token_s)
+            self.token_s += gain * (decode_s / num_tokens - self.token_s)
 
     def _take_in(self) -> None:
         """Put in order what was observed."""

@@ -33,7 +33,7 @@ def num_rejections():
 def num_kept():
     """How many rejections there are of those made since the test's begin, with no garbage collected since."""
     gc.disable()
-    gc.freeze()  # what was there before is among no objects that the collector tells
+    gc.freeze()  # what was there before is among no objects that the collector lists
     yield num_rejections
     gc.unfreeze()
     gc.enable()

@@ -287,3 +287,19 @@ def test_a_first_token_of_which_nothing_was_heard_is_no_sequence_of_another_cond
     view.placed(request, placement._replace(decode_node=NodeId("p0")), 0.0)
     view.heartbeat(NodeId("p0"), make_heartbeat(num_running=3, num_step_rows=3, num_context_tokens=900), 0.0)
     assert view.node(NodeId("p0")).foreign_sequences == 2
+
+
+def test_a_token_takes_what_is_predicted_of_all_who_were_placed_until_a_request_ends() -> None:
+    view = make_view(1, 2)
+    view.settle(0.0)
+    assert view.projection.token_s == COST.empty_step_s
+    for number in range(4):
+        request = make_request(f"r{number}")
+        view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    view.settle(0.0)
+    tokens = view.projection.num_tokens
+    assert view.projection.token_s == COST.decode_step_s(4 / 2, tokens / 2) > COST.empty_step_s
+    view.prefill_done(RequestId("r0"), 1.0)
+    view.finished(RequestId("r0"), 3.0, 101)
+    view.settle(3.0)
+    assert view.projection.token_s == pytest.approx(2.0 / 100)
