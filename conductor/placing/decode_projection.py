@@ -129,7 +129,7 @@ class DecodeProjection:
     def observe(self, decode_s: float, num_tokens: int) -> None:
         """Learn how long one request decoded, and how many tokens came after its first one."""
         self._seen.append(num_tokens)
-        if num_tokens > 0:
+        if num_tokens > 0 and decode_s > 0.0:
             self._num_timed += 1
             gain = max(TOKEN_GAIN, 1 / self._num_timed)
             self.token_s += gain * (decode_s / num_tokens - self.token_s)

@@ -54,10 +54,13 @@ def test_the_first_requests_that_end_are_averaged() -> None:
     assert projection.decode_s == pytest.approx(0.01 * INITIAL_TOKENS)
 
 
-def test_an_output_of_one_token_says_nothing_of_how_long_one_takes() -> None:
+def test_an_output_of_one_token_or_of_one_moment_says_nothing_of_how_long_one_takes() -> None:
     projection = DecodeProjection(initial_token_s=2.0)
     projection.observe(9.0, 0)
+    projection.observe(0.0, 9)
     assert projection.decode_s == 2.0 * INITIAL_TOKENS
+    projection.add(0.0, 1_000, ANY)
+    assert projection.at(1.0, 0.0) == (1.0, 1_000.0)
 
 
 def projection_of_two_lengths() -> DecodeProjection:

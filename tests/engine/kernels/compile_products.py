@@ -1,26 +1,33 @@
 """`python -m tests.engine.kernels.compile_products`: compile, for an H100, what tests interpret.
 
-Triton's interpreter runs what its compiler refuses, such as a name of two types.
+Triton's interpreter runs what its compiler refuses, such as a name of two types. The compiler's front end
+finds it in two seconds; `--whole` has the rest run as well, which takes two minutes.
 """
 
+import sys
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import ir, make_backend
 
 torch.cuda.is_available = lambda: True  # kernels are as they are on a GPU
 
 from engine.kernels import (  # noqa: E402 after the line above
     grouped_experts,
+    key_parts,
     many_pairs,
     nibble_product,
     one_token_experts,
+    paged_latents,
+    paged_prefill,
     quantized_product,
     streamed_product,
 )
 
+IS_WHOLE = "--whole" in sys.argv
 TARGET = GPUTarget("cuda", 90, 32)
 SIZES = dict.fromkeys(("num_rows", "out_features", "in_features", "num_groups"), "i32")
 SHARED = {"output": "*bf16", "partial": "*fp32", "counters": "*i32"}
@@ -31,7 +38,16 @@ def compile_kernel(kernel: Any, arguments: dict[str, str], **constants: int) -> 
         constants["OVERLAPS"] = 1
     signature = arguments | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    triton.compile(source, target=TARGET, options={"num_warps": 4, "num_stages": 3})
+    launch = {"num_warps": 4, "num_stages": 3}
+    if IS_WHOLE:
+        triton.compile(source, target=TARGET, options=launch)
+        return
+    backend, context = make_backend(TARGET), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options(launch)
+    functions = backend.get_codegen_implementation(options)
+    source.make_ir(TARGET, options, functions, backend.get_module_map(), context)
 
 
 def compile_order(is_counted: int) -> None:
@@ -66,7 +82,34 @@ def compile_experts(levels: str, group: int, dtype: str = "*bf16") -> None:
     compile_kernel(one_token_experts._down_rows, down, CHOSEN_PAD=8, COLUMNS=2, STEP=256, **of_scales)
 
 
+def compile_chunks(parts: int) -> None:
+    """Compile attention of chunks; what is not named here is a number."""
+    tables = dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
+    written = {"output": "*bf16", "results": "*fp32", "log_sums": "*fp32"}
+    scale = {"scale": "fp32"}
+    heads = dict.fromkeys(("query", "kv_cache", "scales", "sinks"), "*bf16") | {"soft_cap": "fp32"} | scale
+    latents = dict.fromkeys(("latent_query", "rotary_query", "latents", "rotary_keys"), "*bf16") | scale
+    tile = {"ROWS": 64, "TILE": 64, "BLOCK_SIZE": 64, "PARTS": parts, "LEAST_KEYS": 512}
+    plain = {"SOFT_CAP": 0, "SINKS": 1, "SCALED": 0, "GROUP": 4, "DIM": 128, "DIM_PAD": 128}
+    narrow = {"RANK": 64, "RANK_PAD": 64, "ROTARY": 16, "ROTARY_PAD": 16, "HEADS": 16}
+    for kernel, known, constants in (
+        (paged_prefill._prefill_tile, heads | tables | written, tile | plain | {"WINDOW": 0}),
+        (paged_prefill._prefill_tile, heads | tables | written, tile | plain | {"WINDOW": 128}),
+        (paged_latents._prefill_tile, latents | tables | written, tile | narrow),
+    ):
+        others = dict.fromkeys(set(kernel.arg_names) - set(known) - set(constants), "i32")
+        compile_kernel(kernel, known | others, **constants)
+    if parts > 1:
+        sizes = dict.fromkeys(("num_seqs", "num_tokens", "num_heads"), "i32")
+        compile_kernel(
+            key_parts._join_rows, written | {"query_starts": "*i32"} | sizes,
+            PARTS=parts, HEADS=8, DIM=80, DIM_PAD=128,
+        )  # fmt: skip
+
+
 def main() -> None:
+    for parts in (1, 8):
+        compile_chunks(parts)
     for is_counted in (0, 1):
         compile_order(is_counted)
     for levels, groups in {"*bf16": (0,), "*fp8e4nv": (0, 128), "*i8": (0,), "*u8": (128, 8192)}.items():
