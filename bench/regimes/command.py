@@ -68,8 +68,7 @@ def score(regime: Regime, rule: str, traces: Mapping[int, Trace]) -> Score:
     """Return the means over the seeds that the traces are of."""
     columns: list[tuple[float, ...]] = []
     for seed, trace in traces.items():
-        # What was there before is not looked through for each of hundreds of runs.
-        gc.freeze()
+        gc.freeze()  # what was there before is not looked through for each of hundreds of runs
         outcomes = simulate(regime.plan(trace, rule, seed)).outcomes
         ttft_s, bounds = distribution(outcomes.ttft_s), (regime.slo.ttft_slo_s, regime.slo.tbt_slo_s)
         of_longest = outcomes.share_within(*bounds)

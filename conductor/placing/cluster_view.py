@@ -72,7 +72,7 @@ class ClusterView:
         self.lent_mask = 0  # prefill nodes that decode all the same (`lent_decode.py`)
         self.members: dict[int, NodeState] = {}
         """The nodes that are attached now, by slot."""
-        self.projection = DecodeProjection(cost.empty_step_s)
+        self.projection = DecodeProjection(INITIAL_OUTPUT_TOKENS, cost.empty_step_s)
         self.running_sequences = 0
         self.running_context_tokens = 0.0
         self.foreign_sequences: float = 0
@@ -254,7 +254,7 @@ class ClusterView:
             handoff_s,
             decode_from_s,
             tbt_slo_s,
-            request.max_tokens,
+            request.max_tokens > 0,
         )
         self.num_in_flight += 1
         self.prefill_demand.add(alone_s, now_s)
@@ -263,7 +263,7 @@ class ClusterView:
         self._join_queue(flight, now_s + placement.fetch_s)
         if source is not None:
             source.num_outgoing += 1
-        if not flight.max_tokens:
+        if not flight.decodes:
             return
         decode.decode_sequences += 1
         if tbt_slo_s != inf:
@@ -272,7 +272,7 @@ class ClusterView:
         decode.peak_tokens += peak_tokens
         decode.reported_free_tokens -= peak_tokens
         self._reorder(decode)
-        self.projection.add(decode_from_s, context_tokens, request.max_tokens)
+        self.projection.add(decode_from_s, context_tokens)
 
     def decode_node(self, request_id: RequestId) -> NodeState:
         """Return where a placed request is to decode, also if that node has left."""
@@ -283,10 +283,10 @@ class ClusterView:
         flight = self._in_flight[request_id]
         decode, context_tokens = flight.decode, flight.context_tokens
         self._leave_prefill(flight, now_s)
-        if not flight.max_tokens:
+        if not flight.decodes:
             flight.is_prefilled = True
             return
-        self.projection.move(flight.decode_from_s, now_s, context_tokens, flight.max_tokens)
+        self.projection.move(flight.decode_from_s, now_s, context_tokens)
         flight.decode_from_s = now_s
         flight.is_prefilled = True
         decode.running_sequences += 1
@@ -301,14 +301,14 @@ class ClusterView:
         decode, context_tokens, peak_tokens = flight.decode, flight.context_tokens, flight.peak_tokens
         if not flight.is_prefilled:
             self._leave_prefill(flight, now_s)
-        if not flight.max_tokens:
+        if not flight.decodes:
             return
         if flight.is_prefilled:
             decode.running_sequences -= 1
             decode.running_context_tokens -= context_tokens
             self.running_sequences -= 1
             self.running_context_tokens -= context_tokens
-        self.projection.discard(flight.decode_from_s, context_tokens, flight.max_tokens)
+        self.projection.discard(flight.decode_from_s, context_tokens)
         decode.decode_sequences -= 1
         if flight.tbt_slo_s != inf:
             decode.bind_tbt(flight.tbt_slo_s, -1)
@@ -365,16 +365,16 @@ class ClusterView:
             if overdue_s := node.overdue_s:
                 self.prefill_order.set(slot, now_s + overdue_s + node.foreign_queue_s)
         if not self.projection.is_timed:
-            self._expect_token_s()
+            self._predict_token_s()
         is_dear = self.room_price.price > 1.0  # else the mean of many decode times is for nobody
         self.room_price.settle(now_s, self.projection.decode_s if is_dear else inf)
         if self.corrections.changed:
             self._settle_paces()
 
-    def _expect_token_s(self) -> None:
-        """Expect tokens to take as long as they will with all who were placed."""
-        counted, nodes = self.projection, max(1, self.decode_mask.bit_count())
-        counted.token_s = self._cost.decode_step_s(counted.num_sequences / nodes, counted.num_tokens / nodes)
+    def _predict_token_s(self) -> None:
+        """Have tokens take as long as with all who were placed, until it is known."""
+        counted, nodes = self.projection, max(1, (self.decode_mask | self.lent_mask).bit_count())
+        counted.predict(self._cost.decode_step_s(counted.num_sequences / nodes, counted.num_tokens / nodes))
 
     def _settle_paces(self) -> None:
         for node_id in self.corrections.changed:

@@ -111,8 +111,8 @@ class InFlight:
     handoff_s: float
     decode_from_s: float
     tbt_slo_s: float
-    max_tokens: int
-    """Tokens that may decode of it; 0: `decode` is `prefill`, and counts nothing."""
+    decodes: bool
+    """Whether anything decodes of it; else `decode` is `prefill`, and counts nothing."""
     is_prefilled: bool = False
 
 

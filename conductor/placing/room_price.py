@@ -32,8 +32,10 @@ class RoomPrice:
         self._settled_at_s = 0.0
 
     def settle(self, now_s: float, decode_s: float) -> None:
-        """Let it fall until a moment; a sequence decodes for `decode_s` in the mean."""
-        if self.price > 1.0:
+        """Let it fall until a moment; a sequence decodes for `decode_s` in the mean, 0 where none does."""
+        if decode_s <= 0.0:
+            self.price = 1.0
+        elif self.price > 1.0:
             passed = (now_s - self._settled_at_s) / (REMEMBERED * decode_s)
             self.price = max(1.0, self.price * exp(-passed))
         self._settled_at_s = now_s

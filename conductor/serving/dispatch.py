@@ -371,14 +371,13 @@ class Dispatcher:
             self._num_streaming -= 1
         if isinstance(error, ServeError):
             state.failed_at(attempt.placed.placement, error)
-        self._view.finished(
-            state.attempt_id, self._clock.now_s(), len(state.generated) if state.is_complete else None
-        )
         if state.is_complete:
             end = "finished"
         else:
             end = type(error).__name__ if isinstance(error, Exception) else "cancelled"
         actual = state.actual(end)
+        num_tokens = actual.num_output_tokens if state.is_complete else None
+        self._view.finished(state.attempt_id, self._clock.now_s(), num_tokens)
         for observer in self._observers:
             observer.ended(state.attempt_id, actual)
         self._pump_soon()

@@ -1,5 +1,7 @@
 """Keys of chunks' tiles, cut into parts: a few tiles are too few programs for a GPU.
 
+Flash-Decoding does it for one token (split-KV); here it is done for tiles of several.
+
 A tile of a short chunk after a long prefix reads all keys before it, one tile of them after the other, while
 most multiprocessors have nothing to do. So its keys are cut into parts, as many as the shapes leave programs
 for; each part is a program of its own, and a second kernel joins what they found. How many keys a part has
@@ -17,7 +19,7 @@ from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlap
 MAX_PARTS = 8
 
 LEAST_KEYS = 512
-"""Least number of keys of a part."""
+"""Number of keys of a tile for each of which it has one more part."""
 
 JOINED_HEADS = 8
 """Query heads whose parts a program joins."""
@@ -27,14 +29,15 @@ def num_parts(num_tiles: int, programs: int, most_keys: int) -> int:
     """Return the number of parts that the keys of each tile are cut into at most.
 
     Args:
+        num_tiles: Of all chunks and KV heads.
         programs: Programs that are under way at once.
         most_keys: Of a tile.
     """
-    return max(1, min(MAX_PARTS, programs // num_tiles, most_keys // LEAST_KEYS))
+    return max(1, min(MAX_PARTS, programs // max(1, num_tiles), most_keys // LEAST_KEYS))
 
 
 def part_buffers(parts: int, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what parts write of an output [num_tokens, num_heads, dim]: their results and log sums.
+    """Return what parts write of an output [num_tokens, num_heads, dim]: results and logs of sums (lse).
 
     The former are [parts, *output.shape], the latter [parts, num_tokens, num_heads], both float32. One part
     writes neither, and has the output for them."""
@@ -70,7 +73,7 @@ def join_parts(
 def _part_of_keys(begin, end, part, PARTS: tl.constexpr, LEAST_KEYS: tl.constexpr, TILE: tl.constexpr):
     """Return the keys of a part of those from `begin` to `end`, and whether there is more than one part."""
     keys = end - begin
-    count = tl.minimum(PARTS, tl.cdiv(keys, LEAST_KEYS))
+    count = tl.minimum(PARTS, tl.maximum(keys // LEAST_KEYS, 1))
     length = tl.cdiv(tl.cdiv(keys, count), TILE) * TILE
     begin += part * length
     return begin, tl.minimum(begin + length, end), length < keys
@@ -135,7 +138,7 @@ def _join_rows(
     dims = tl.arange(0, DIM_PAD)
     mask = is_head[:, None] & (dims < DIM)[None, :]
     row = token.to(tl.int64) * num_heads + heads
-    num_rows = num_tokens.to(tl.int64) * num_heads
+    num_rows = tl.cast(num_tokens, tl.int64) * num_heads  # a number of 1 is a constant
     _await_inputs(OVERLAPS)
     _launch_next(OVERLAPS)
     if not is_of_chunk:

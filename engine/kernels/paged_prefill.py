@@ -50,7 +50,7 @@ class PrefillTiles:
     parts: int = 0
     """Parts that the keys of a tile are cut into at most; 0: by the number of tiles."""
     least_keys: int = LEAST_KEYS
-    """Least number of keys of a part."""
+    """Number of keys of a tile for each of which it has one more part."""
 
 
 PROGRAMS = 256
@@ -111,6 +111,8 @@ def paged_prefill(
     tile_tokens = tiles.rows // constants["GROUP"]
     num_tiles = num_tokens // tile_tokens + num_seqs
     most_keys = block_tables.shape[1] * kv_cache.shape[2]
+    if rule.sliding_window:
+        most_keys = min(most_keys, rule.sliding_window + tile_tokens + tiles.tokens)
     parts = tiles.parts or num_parts(num_kv_heads * -(-num_tokens // tile_tokens), PROGRAMS, most_keys)
     results, log_sums = part_buffers(parts, output)
     _prefill_tile[(num_kv_heads, num_tiles, parts)](
@@ -281,7 +283,7 @@ def _prefill_tile(
         whole = (prefix_len + first + 1) // TILE * TILE
     part = tl.program_id(2)
     row_at = token_at * (tl.num_programs(0) * GROUP) + heads
-    num_rows = num_tokens.to(tl.int64) * (tl.num_programs(0) * GROUP)
+    num_rows = tl.cast(num_tokens, tl.int64) * (tl.num_programs(0) * GROUP)
     is_cut = False
     if PARTS > 1:
         begin, end, is_cut = _part_of_keys(begin, end, part, PARTS, LEAST_KEYS, TILE)

@@ -7,7 +7,8 @@ import pytest
 
 from base.errors import StaleError
 from base.kv_layout import head_layout
-from base.request import NodeId, RequestId, Role
+from base.request import NodeId, RequestId, Role, Slo
+from conductor.placing.decode_projection import FEWEST_LENGTHS
 from conductor.placing.scheduler import place
 from tests.conductor.builders import (
     make_cost,
@@ -298,8 +299,27 @@ def test_a_token_takes_what_is_predicted_of_all_who_were_placed_until_a_request_
         view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
     view.settle(0.0)
     tokens = view.projection.num_tokens
-    assert view.projection.token_s == COST.decode_step_s(4 / 2, tokens / 2) > COST.empty_step_s
+    expected_s = COST.decode_step_s(4 / 2, tokens / 2)
+    assert view.projection.token_s == pytest.approx(expected_s)
+    assert expected_s > COST.empty_step_s
     view.prefill_done(RequestId("r0"), 1.0)
     view.finished(RequestId("r0"), 3.0, 101)
     view.settle(3.0)
-    assert view.projection.token_s == pytest.approx(2.0 / 100)
+    assert view.projection.token_s == pytest.approx(
+        (15 / 16 * 256 * expected_s + 2.0) / (15 / 16 * 256 + 100)
+    )
+
+
+def test_answers_of_one_token_leave_a_price_that_can_be_settled() -> None:
+    view = make_view(1, 1)
+    refused = place(make_request("t", slo=Slo(tbt_slo_s=1e-3)), view, COST, 0.0)
+    view.rejected(refused.reason, refused.has_room)
+    assert view.room_price.price > 1.0
+    for number in range(FEWEST_LENGTHS):
+        request = make_request(f"r{number}", blocks=1, max_tokens=1)
+        view.placed(request, require_placement(place(request, view, COST, float(number))), float(number))
+        view.prefill_done(request.request_id, number + 0.5)
+        view.finished(request.request_id, number + 0.5001, 1)
+    assert view.projection.decode_s == 0.0
+    require_placement(place(make_request("next", max_tokens=1), view, COST, 20.0))
+    assert view.room_price.price == 1.0

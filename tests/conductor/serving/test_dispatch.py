@@ -168,6 +168,8 @@ async def test_a_request_whose_time_runs_out_at_any_await_is_told_so_and_leaves_
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_node_lost_at_any_await_is_replaced_and_no_token_is_lost_or_repeated(stage):
     async with conductor() as running:
+        lengths = []
+        running.view.projection.observe = lambda decode_s, num_tokens: lengths.append(num_tokens)
         nodes = Stuck(stage)
         await nodes.attach(running)
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
@@ -180,6 +182,8 @@ async def test_a_node_lost_at_any_await_is_replaced_and_no_token_is_lost_or_repe
         expected = [11, 12, 12, 13] if nodes.is_after_first else [11, 12, 13]
         assert (tokens, reason) == (expected, FinishReason.LENGTH)
         assert running.seen.firsts == [*(["r.1"] if nodes.is_after_first else []), "r.2"]
+        # Of those that decoded, as long as the last attempt did, and no others.
+        assert lengths == [2]
 
 
 async def test_a_request_that_loses_every_node_it_meets_is_given_up():

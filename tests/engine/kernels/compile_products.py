@@ -99,12 +99,14 @@ def compile_chunks(parts: int) -> None:
     ):
         others = dict.fromkeys(set(kernel.arg_names) - set(known) - set(constants), "i32")
         compile_kernel(kernel, known | others, **constants)
+        del others["num_tokens"]
+        compile_kernel(kernel, known | others, num_tokens=1, **constants)  # a number of 1 is a constant
     if parts > 1:
-        sizes = dict.fromkeys(("num_seqs", "num_tokens", "num_heads"), "i32")
-        compile_kernel(
-            key_parts._join_rows, written | {"query_starts": "*i32"} | sizes,
-            PARTS=parts, HEADS=8, DIM=80, DIM_PAD=128,
-        )  # fmt: skip
+        sizes = dict.fromkeys(("num_seqs", "num_heads"), "i32")
+        joined = {"PARTS": parts, "HEADS": 8, "DIM": 80, "DIM_PAD": 128}
+        kernel, known = key_parts._join_rows, written | {"query_starts": "*i32"} | sizes
+        compile_kernel(kernel, known | {"num_tokens": "i32"}, **joined)
+        compile_kernel(kernel, known, num_tokens=1, **joined)
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
-from engine.kernels.key_parts import num_parts
+from engine.kernels import paged_prefill as module
+from engine.kernels.key_parts import num_parts, part_buffers
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import PrefillTiles, paged_prefill
 from tests.engine.definitions import paged_prefill_definition
@@ -16,6 +17,20 @@ from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative
 
 SMALL = PrefillTiles(rows=16, tokens=16, num_warps=4, num_stages=1, parts=1)
 CUT = replace(SMALL, parts=4, least_keys=32)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what parts do not write be no number."""
+
+    def buffers(parts: int, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = part_buffers(parts, output)
+        if parts > 1:
+            for buffer in found:
+                buffer.fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(module, "part_buffers", buffers)
 
 
 def assert_agrees(
@@ -76,21 +91,41 @@ def test_windows_caps_and_sinks_agree(window: int, cap: float, sinks: bool) -> N
     assert_agrees([(0, 20), (40, 12)], rule=rule, sinks=sinks)
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (40, 5.0)])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_tiles_whose_keys_are_cut_and_others_agree_in_one_launch(window: int, sinks: bool) -> None:
-    # of no key, one part, two, three of which the last has one key, and more than four parts' least
-    chunks = [(0, 5), (9, 16), (40, 9), (90, 7), (300, 12), (64, 1)]
-    assert_agrees(chunks, rule=AttentionRule(scale=0.3, sliding_window=window), sinks=sinks, tiles=CUT)
+def test_tiles_whose_keys_are_cut_and_others_agree_in_one_launch(
+    window: int, cap: float, sinks: bool
+) -> None:
+    # one part, two, three, as many as there may be, and two of which the last has one key
+    chunks = [(0, 5), (9, 16), (60, 9), (90, 7), (300, 12), (64, 1)]
+    rule = AttentionRule(scale=0.3, sliding_window=window, soft_cap=cap)
+    assert_agrees(chunks, rule=rule, sinks=sinks, tiles=CUT)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1)])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1), (12, 4)])
 def test_keys_are_cut_for_every_grouping_of_heads(heads: tuple[int, int]) -> None:
     assert_agrees([(80, 20), (0, 9)], heads=heads, head_dim=80, tiles=CUT)
 
 
-def test_the_launch_that_is_chosen_cuts_a_long_prefix() -> None:
+def test_the_launch_that_is_chosen_cuts_a_long_prefix(monkeypatch) -> None:
+    chosen = []
+
+    def noted(*arguments: int) -> int:
+        chosen.append(num_parts(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(module, "num_parts", noted)
     assert_agrees([(1100, 20)], tiles=None)
+    assert_agrees([(1100, 20)], tiles=None, rule=AttentionRule(scale=0.1, sliding_window=128))
+    assert chosen == [2, 1]
+
+
+def test_no_tokens_are_attended_to_by_nobody() -> None:
+    kv_cache, tables = paged_layer([0], 2, 64, 16, torch.float32, torch.Generator())
+    none = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    query = torch.zeros(0, 4, 64, device=DEVICE)
+    output = paged_prefill(query, kv_cache, tables, none, none[:1], AttentionRule(1.0))
+    assert output.shape == query.shape
 
 
 def test_few_tiles_are_cut_into_many_parts_and_many_into_none() -> None:
@@ -99,6 +134,7 @@ def test_few_tiles_are_cut_into_many_parts_and_many_into_none() -> None:
 
 def test_no_more_parts_are_made_than_tables_have_keys_for() -> None:
     assert [num_parts(8, 256, most_keys) for most_keys in (64, 1023, 1024, 3000)] == [1, 1, 2, 5]
+    assert num_parts(0, 256, 3000) == 5
 
 
 def test_a_chunk_of_one_token_is_a_decode_step() -> None:
@@ -145,6 +181,7 @@ def test_chunks_that_start_late_leave_the_tokens_before_them_as_they_are() -> No
     assert bool((output[:70] == 7).all())
     assert bool((output[119:] == 7).all())
     cut = replace(CUT, least_keys=16)
+    output.fill_(7.0)
     paged_prefill(query, kv_cache, tables, starts, lens, AttentionRule(0.1), tiles=cut, output=output)
     assert relative_error(output[70:119], expected) < tolerance(torch.float32)
     assert bool((output[:70] == 7).all())

@@ -6,7 +6,7 @@ import torch
 from engine.attention import AttentionRule, decode_groups, paged_decode_attention, paged_prefill_attention
 from engine.attention import write_kv as write_kv_definition
 from engine.kernels.paged_decode import paged_decode
-from engine.kernels.paged_prefill import paged_prefill
+from engine.kernels.paged_prefill import PrefillTiles, paged_prefill
 from engine.kernels.read_scaled import read_scaled
 from engine.kernels.write_kv import write_kv
 from engine.scaled_kv import LARGEST, SCALE_WIDTH, plain, scales_of
@@ -94,6 +94,9 @@ def test_decode_and_chunks_read_what_was_written(block_size: int) -> None:
     starts = torch.tensor([0, *torch.tensor(LENS).cumsum(0)], dtype=torch.int32, device=DEVICE)
     expected = paged_prefill_attention(query, cache, valid, starts, lens, RULE, scales=scales)
     output = paged_prefill(query, cache, tables, starts, lens, RULE, scales=scales)
+    assert relative_error(output, expected) < 3e-6
+    cut = PrefillTiles(16, 16, num_warps=4, num_stages=1, parts=3, least_keys=16)
+    output = paged_prefill(query, cache, tables, starts, lens, RULE, tiles=cut, scales=scales)
     assert relative_error(output, expected) < 3e-6
 
 
