@@ -106,7 +106,7 @@ class StepCost:
         at = bisect_left(lengths, rows)
         return lengths[at] if at < len(lengths) else rows
 
-    def attention_s(self, new_tokens: int, rows: int) -> float:
+    def attention_s(self, new_tokens: float, rows: float) -> float:
         """Return the seconds of each token attended to in a step with chunks.
 
         Args:

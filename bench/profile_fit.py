@@ -1,10 +1,10 @@
 """Measured seconds to the coefficients of `conductor/placing/cost_model.py`, and how far they can be trusted.
 
-Prefill and decode are fitted by themselves. Of steps that have both, only what they take beside
-that is: seconds a step, seconds if sequences decode in it, and seconds for each of them.
+Decode is fitted by itself. A prompt is a step whose one chunk is all of it: prompts and steps that have a
+chunk beside sequences are fitted together. Where no steps were measured, prefill is fitted by itself.
 
 Least squares on relative errors, because a profile is asked about 16 tokens as often as
-about 16,000, with no coefficient under 0: every term is a cost. There are four terms at
+about 16,000, with no coefficient under 0: every term is a cost. There are six terms at
 most, so every choice of those that are left at 0 is tried.
 """
 
@@ -107,64 +107,95 @@ def fit_decode(points: Sequence[Measured]) -> tuple[Fit, float]:
     return best if best[0].mean_error < CLEARLY * fits[0][0].mean_error else fits[0]
 
 
-def with_steps(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
-    """Return `profile` with what steps take beside its prefill and decode; it has their lengths already."""
+def with_steps(profile: Profile, prefill: Sequence[Measured], steps: Sequence[MeasuredStep]) -> Profile:
+    """Return `profile` with what steps take that compute prompts, alone or beside sequences that decode.
+
+    Args:
+        profile: It has the lengths that steps are padded to, and what decode takes.
+        prefill: Prompts that were each computed in one step, whose prefix was where attention reads it.
+        steps: Those with a chunk.
+    """
     if not steps:
         return profile
+    prompts = [MeasuredStep(round(item.tokens), item.context, 0, 0.0, item.seconds) for item in prefill]
     by_rows = [dataclasses.replace(profile, attention_rows=rows) for rows in ATTENTION_ROWS]
     errors, profile = min(
-        ((_left_out_error(each, steps), each) for each in by_rows), key=lambda item: item[0]
+        ((_left_out_errors(each, [*prompts, *steps]), each) for each in by_rows),
+        key=lambda item: statistics.fmean(item[0]),
     )
-    profile = _with_step_costs(profile, steps)
-    cost = CostModel(profile)
-    points = tuple(
-        StepPoint(item.tokens, item.prefix, item.batch, item.context, item.seconds, item.predicted_s(cost))
-        for item in steps
+    profile = _with_prompt_costs(_with_step_costs(profile, [*prompts, *steps]), prefill)
+    cost, known = CostModel(profile), profile.evidence
+    evidence = dataclasses.replace(
+        known,
+        prefill=_points(prefill, cost.prefill_s),
+        steps=tuple(_step_point(item, cost) for item in steps),
+        prefill_left_out_error=statistics.fmean(errors[: len(prompts)] or [0.0]),
+        steps_left_out_error=statistics.fmean(errors[len(prompts) :]),
+        worst_left_out_error=max(known.worst_left_out_error, *errors),
     )
-    evidence = dataclasses.replace(profile.evidence, steps=points, steps_left_out_error=errors)
     return dataclasses.replace(profile, evidence=evidence)
 
 
-def _left_out_error(profile: Profile, steps: Sequence[MeasuredStep]) -> float:
-    """Return the mean relative error at a step of a fit to all the others."""
+def _step_point(step: MeasuredStep, cost: CostModel) -> StepPoint:
+    known = step.tokens, step.prefix, step.batch, step.context, step.seconds
+    return StepPoint(*known, step.predicted_s(cost))
+
+
+def _left_out_errors(profile: Profile, steps: Sequence[MeasuredStep]) -> list[float]:
+    """Return the relative error at each step of a fit to all the others."""
     errors = []
     for index, step in enumerate(steps):
         others = _with_step_costs(profile, [*steps[:index], *steps[index + 1 :]])
         errors.append(abs(step.predicted_s(CostModel(others)) / step.seconds - 1))
-    return statistics.fmean(errors)
+    return errors
 
 
 def _with_step_costs(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
-    # Attention of short chunks takes a second for each token, to see how many there are.
-    cost = CostModel(dataclasses.replace(profile, chunk_token2_s=1.0))
+    # Attention takes a second for each token, to see how many there are.
+    ones = dataclasses.replace(profile, prefill_token2_s=1.0, chunk_token2_s=1.0, chunk_step_s=1.0)
+    cost = CostModel(ones)
     seconds = np.array([step.seconds for step in steps])
-    known = np.array([_known_s(step, cost) for step in steps])
-    matrix = np.array([_unknown(step, cost) for step in steps]) / seconds[:, None]
-    step_s, mixed_s, sequence_s, token2_s = least_squares(matrix, 1 - known / seconds)
+    # Between relative and absolute errors: a prompt of 200 ms is queued for as long as forty of 5 ms.
+    weights = np.sqrt(seconds)
+    known = np.array([profile.decode_context_token_s * step.batch * step.context for step in steps])
+    matrix = np.array([_unknown(step, cost) for step in steps]) / weights[:, None]
+    found = least_squares(matrix, (seconds - known) / weights)
+    step_s, token_s, token2_s, short_token2_s, mixed_s, sequence_s = found
     return dataclasses.replace(
         profile,
         chunk_step_s=max(LEAST_S, step_s),
+        prefill_token_s=max(LEAST_S, token_s),
+        prefill_token2_s=token2_s,
+        chunk_token2_s=short_token2_s,
         mixed_step_s=mixed_s,
         chunk_sequence_s=sequence_s,
-        chunk_token2_s=token2_s,
     )
 
 
-def _known_s(step: MeasuredStep, cost: CostModel) -> float:
-    """Return what is known of a step from prefill and decode."""
-    profile = cost.profile
-    rows = step.tokens + step.batch
-    known_s = cost.step.padded_rows(rows) * profile.prefill_token_s
-    known_s += profile.decode_context_token_s * step.batch * step.context
-    return known_s if rows < profile.long_chunk_tokens else known_s + step.attended * profile.prefill_token2_s
-
-
 def _unknown(step: MeasuredStep, cost: CostModel) -> list[float]:
-    """Return what each cost that only steps show is multiplied with."""
+    """Return what each cost of a step with a chunk is multiplied with."""
     rows = step.tokens + step.batch
-    is_short = rows < cost.profile.long_chunk_tokens
-    attended = step.attended * cost.step.attention_s(step.tokens, rows) if is_short else 0.0
-    return [1.0, float(step.batch > 0), step.batch, attended]
+    attended = step.attended * cost.step.attention_s(step.tokens, rows)
+    squares = (0.0, attended) if rows < cost.profile.long_chunk_tokens else (attended, 0.0)
+    return [1.0, cost.step.padded_rows(rows), *squares, float(step.batch > 0), step.batch]
+
+
+def _with_prompt_costs(profile: Profile, prefill: Sequence[Measured]) -> Profile:
+    """Return `profile` with what prompts take beside their tokens and attention, in closed form."""
+    known = CostModel(dataclasses.replace(profile, prefill_fixed_s=0.0, prefill_small_s=0.0))
+    seconds = np.array([item.seconds for item in prefill])
+    wanted = 1 - np.array([known.prefill_s(item.tokens, item.context) for item in prefill]) / seconds
+
+    def beside(small: int) -> tuple[float, tuple[float, ...]]:
+        terms = [[1.0, small / (item.tokens + small) if small else 0.0] for item in prefill]
+        matrix = np.array(terms) / seconds[:, None]
+        found = least_squares(matrix, wanted)
+        return float(((matrix @ np.array(found) - wanted) ** 2).sum()), found
+
+    (_, (fixed_s, small_s)), small = min((beside(small), small) for small in SMALL_TOKENS)
+    return dataclasses.replace(
+        profile, prefill_fixed_s=fixed_s, prefill_small_s=small_s, prefill_small_tokens=small
+    )
 
 
 def fitted(

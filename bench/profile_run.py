@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import dataclasses
 import itertools
+import statistics
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -50,6 +51,9 @@ class Grid:
     steps: int
     """Decode steps of a measurement."""
     repeats: int
+    """Least runs of a measurement, after one to warm up."""
+    busy_s: float
+    """Least seconds for which each is run back to back: a busy node is no device that has rested."""
     chunks: tuple[int, ...]
     """Tokens of a step with a part of a prompt, the sequences that decode in it included."""
     chunk_prefixes: tuple[int, ...]
@@ -66,7 +70,8 @@ GRIDS = {
         (1, 4, 12),
         (128, 512, 1536),
         steps=4,
-        repeats=2,
+        repeats=3,
+        busy_s=0.0,
         chunks=(64, 256),
         chunk_prefixes=(0, 512),
         chunk_batches=(0, 1, 8),
@@ -74,12 +79,13 @@ GRIDS = {
         chunk_steps=3,
     ),
     "cuda": Grid(
-        (128, 512, 2048, 8192, 32_768),
+        (128, 512, 1024, 2048, 4096, 8192, 32_768),
         (0, 2048, 8192, 24_576),
         (1, 8, 32, 64, 128, 256),
         (512, 2048, 8192),
         steps=16,
         repeats=3,
+        busy_s=1.0,
         chunks=(256, 512, 768),
         chunk_prefixes=(0, 8192, 24_576),
         chunk_batches=(0, 1, 8, 32),
@@ -115,7 +121,7 @@ def _engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Points:
-    """Each the shortest of its repeats after a warm-up."""
+    """Each the median of its runs, after one to warm up."""
 
     prefill: list[Measured]
     decode: list[Measured]
@@ -140,7 +146,7 @@ async def _measure_prefill(driver: Driver, engine: Engine, grid: Grid) -> list[M
     points = []
     for prefix, new in itertools.product(grid.prefixes, grid.new_tokens):
         if prefix + new < min(engine.max_model_len, capacity):
-            seconds = await _least(lambda: driver.prefill_s(new, 1, prefix), grid.repeats)  # noqa: B023
+            seconds = await _usual(lambda: driver.prefill_s(new, 1, prefix), grid)  # noqa: B023
             points.append(Measured(new, prefix, seconds))
             print(f"prefill {new:7,} after {prefix:7,}: {1e3 * seconds:9.2f} ms", flush=True)
     return points
@@ -153,9 +159,9 @@ async def _measure_decode(driver: Driver, engine: Engine, grid: Grid) -> list[Me
         blocks = batch * engine.layout.num_blocks(longest)
         fits = blocks <= engine.cache.num_blocks and batch <= engine.scheduler.max_batch
         if longest < engine.max_model_len and fits:
-            seconds = await _least(
+            seconds = await _usual(
                 lambda: driver.decode_step_s(batch, context, grid.steps),  # noqa: B023
-                grid.repeats,
+                grid,
             )
             points.append(Measured(batch, context + grid.steps // 2, seconds))
             print(f"decode {batch:5} x {context:7,}: {1e3 * seconds:9.2f} ms", flush=True)
@@ -170,9 +176,9 @@ async def _measure_steps(driver: Driver, engine: Engine, grid: Grid) -> list[Mea
         blocks = num_blocks(prefix + chunk * steps) + batch * num_blocks(context + steps)
         fits = blocks <= engine.cache.num_blocks and batch < engine.scheduler.max_batch
         if longest < engine.max_model_len and fits:
-            seconds = await _least(
+            seconds = await _usual(
                 lambda: driver.chunk_step_s(chunk, prefix, batch, context, steps),  # noqa: B023
-                grid.repeats,
+                grid,
             )
             tokens = chunk - batch
             points.append(
@@ -182,10 +188,14 @@ async def _measure_steps(driver: Driver, engine: Engine, grid: Grid) -> list[Mea
     return points
 
 
-async def _least(run: Callable[[], Awaitable[float]], repeats: int) -> float:
-    """Return the shortest of some runs after one to warm up: what disturbs a run only adds to it."""
+async def _usual(run: Callable[[], Awaitable[float]], grid: Grid) -> float:
+    """Return the median of runs back to back: a GPU that has rested computes 2 % faster for some seconds."""
     await run()
-    return min([await run() for _ in range(repeats)])
+    measured: list[float] = []
+    started_s = time.perf_counter()
+    while len(measured) < grid.repeats or time.perf_counter() - started_s < grid.busy_s:
+        measured.append(await run())
+    return statistics.median(measured)
 
 
 def make_profile(options: argparse.Namespace, engine: Engine, points: Points) -> Profile:
@@ -213,7 +223,7 @@ def make_profile(options: argparse.Namespace, engine: Engine, points: Points) ->
         long_chunk_tokens=MIN_LONG_ROWS if engine.cache.tensor.is_cuda else 0,
     )
     profile = fitted(make, points.prefill, points.decode, _origin(options, engine))
-    profile = with_steps(profile, points.steps)
+    profile = with_steps(profile, points.prefill, points.steps)
     # The prefix was on the device: its load from host memory is no part of what was measured.
     return dataclasses.replace(profile, prefix_token_s=_load_s(engine) * layout.token_bytes)
 

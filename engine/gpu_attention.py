@@ -42,8 +42,8 @@ from engine.step_memory import StepShape, StepViews, carve
 GPU_ATTENTION_NAME = "conductor_paged_gpu"
 """Name of this attention function in a model's configuration."""
 
-HEADER_NUMBERS = 4 + 3 * MAX_LONG_CHUNKS
-"""Numbers in a step's header: its shape, and the three of each long chunk."""
+HEADER_NUMBERS = 5 + 3 * MAX_LONG_CHUNKS
+"""Numbers in a step's header: its shape, the first row of its chunks, and the three of each long chunk."""
 
 
 class StepPart(Enum):
@@ -69,12 +69,20 @@ class StepCall(NamedTuple):
     """[num_rows] int64 on the device; the last token of each sequence."""
 
 
-def step_header(shape: StepShape, chunks: Sequence[LongChunk] = ()) -> torch.Tensor:
-    """Return a step's shape, and its chunks if all of them are long; a graph serves those of any lengths."""
+def step_header(
+    shape: StepShape, chunks: Sequence[LongChunk] = (), num_single: int | None = None
+) -> torch.Tensor:
+    """Return a step's shape, and its chunks if all of them are long; a graph serves those of any lengths.
+
+    Args:
+        num_single: Sequences of one token that the step has, behind which its chunks begin; None: as many as
+            its shape.
+    """
     header = torch.zeros(HEADER_NUMBERS, dtype=torch.int64)
     header[:4] = torch.tensor([shape.num_tokens, shape.num_single, shape.num_chunks, shape.max_blocks])
+    header[4] = shape.num_single if num_single is None else num_single
     if chunks:
-        header[4 : 4 + 3 * len(chunks)] = torch.tensor(chunks).flatten()
+        header[5 : 5 + 3 * len(chunks)] = torch.tensor(chunks).flatten()
     return header
 
 
@@ -216,7 +224,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Write K and V, attend; [num_tokens, heads, head_dim] in and out."""
-    shape, views, chunks = _read(memory, header)
+    shape, views, first_row, chunks = _read(memory, header)
     kv_layer, scales = scaled_parts(kv_layer, block_size, query.shape[2])
     has_chunks = shape.num_chunks > 0
     rule = AttentionRule(scale, sliding_window, soft_cap)
@@ -240,13 +248,13 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
         )
     if not has_chunks:
         return output
-    # Rows of padding among the singles were written above; the chunks overwrite them.
+    # Rows of padding behind the singles were written above; the chunks overwrite them.
     is_plain = not (sliding_window or soft_cap or sinks is not None)
     if chunks and is_plain and can_attend(query, value.shape[2]):
-        rows = slice(shape.num_single, None)
+        rows = slice(first_row, None)
         seen = seen_heads((key[rows], value[rows]), kv_layer, views.chunk_lens, scales)
         attended = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
-        if not shape.num_single:
+        if not first_row:
             return attended
         output[rows] = attended
         return output
@@ -268,7 +276,7 @@ def last_rows_attention(  # noqa: PLR0913 as above
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for the last token of each sequence, [num_rows, heads, head_dim] in and out; KV is written."""
-    _, views, _ = _read(memory, header)
+    _, views, _, _ = _read(memory, header)
     tables = torch.cat([views.single_tables, views.chunk_tables])
     lens = torch.cat([views.single_lens, views.chunk_lens])
     rule = AttentionRule(scale, sliding_window, soft_cap)
@@ -286,7 +294,7 @@ def keep_kv(
     header: torch.Tensor,
 ) -> None:
     """Write K and V of all tokens, each [num_tokens, heads, head_dim]."""
-    _, views, _ = _read(memory, header)
+    _, views, _, _ = _read(memory, header)
     kv_layer, scales = scaled_parts(kv_layer, block_size, key.shape[2])
     write_kv(key, value, kv_layer, views.slots, scales)
 
@@ -300,7 +308,7 @@ def keep_latents(
     header: torch.Tensor,
 ) -> None:
     """Write latents and rotary keys of all tokens, each [num_tokens, width]."""
-    _, views, _ = _read(memory, header)
+    _, views, _, _ = _read(memory, header)
     latents, rotary_keys = latent_parts(kv_layer, latent.shape[1], rotary_key.shape[1])
     write_rows(latent, latents, views.slots)
     write_rows(rotary_key, rotary_keys, views.slots)
@@ -326,7 +334,7 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
     """Attend by latents that are written; `all_rows` are the step's tokens, others each sequence's last.
 
     `weight` is as `engine/latent_attention.py` takes it, the result [num_rows, num_heads, value_dim]."""
-    shape, views, chunks = _read(memory, header)
+    shape, views, first_row, chunks = _read(memory, header)
     layer = latent_parts(kv_layer, weight.shape[2], query.shape[2] - nope_dim)
     if not all_rows:
         tables = torch.cat([views.single_tables, views.chunk_tables])
@@ -336,10 +344,6 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
     output = query.new_empty((*query.shape[:2], weight.shape[1] - nope_dim))
     is_long = bool(chunks) and can_attend(query, output.shape[2])
     absorbed = slice(0, shape.num_single if is_long else None)
-    if is_long:
-        rows = slice(shape.num_single, None)
-        seen = seen_latents(layer, weight, nope_dim, views.chunk_lens)
-        output[rows] = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
     if not is_long or shape.num_single:
         rows_query = _absorbed(query[absorbed], weight, nope_dim)
         mixed = torch.empty(rows_query[0].shape, dtype=query.dtype, device=query.device)
@@ -352,6 +356,10 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
             where = views.chunk_tables, views.chunk_starts, views.chunk_lens
             prefill_latents(*rows_query, layer, *where, scale, mixed)
         output[absorbed] = values_of(mixed, weight, nope_dim)
+    if is_long:  # over rows of padding behind the singles
+        rows = slice(first_row, None)
+        seen = seen_latents(layer, weight, nope_dim, views.chunk_lens)
+        output[rows] = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
     return output
 
 
@@ -363,8 +371,9 @@ def _absorbed(query: torch.Tensor, weight: torch.Tensor, nope_dim: int) -> tuple
 
 def _read(
     memory: torch.Tensor, header: torch.Tensor
-) -> tuple[StepShape, StepViews[torch.Tensor], list[LongChunk]]:
-    num_tokens, num_single, num_chunks, max_blocks, *numbers = header.tolist()
+) -> tuple[StepShape, StepViews[torch.Tensor], int, list[LongChunk]]:
+    """Return a step's shape, what lies in its memory, the first row of its chunks, and the long ones."""
+    num_tokens, num_single, num_chunks, max_blocks, first_row, *numbers = header.tolist()
     shape = StepShape(num_tokens, num_single, num_chunks, max_blocks)
     chunks = zip(numbers[::3], numbers[1::3], map(bool, numbers[2::3]), strict=True)
-    return shape, carve(memory, shape), [LongChunk(*chunk) for chunk in chunks if chunk[0]]
+    return shape, carve(memory, shape), first_row, [LongChunk(*chunk) for chunk in chunks if chunk[0]]

@@ -17,7 +17,7 @@ from engine.expert_load import ExpertCounts
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
-from engine.kernels.decode_parts import FEW_HEADS, PROGRAMS, SCALED_PROGRAMS, decode_parts
+from engine.kernels.decode_parts import FEW_HEADS, PROGRAMS, SCALED_PROGRAMS, Programs, decode_parts
 from engine.kernels.paged_latents import DECODE_PROGRAMS, head_groups
 from engine.kernels.step_inputs import step_inputs
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
@@ -77,6 +77,11 @@ class GpuModel:
         """The last hidden state behind each row of logits of the step that was queued last."""
         self._states = torch.empty(0)
         model.base_model.register_forward_hook(self._ended)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether attention is over latents."""
+        return self._heads.are_latent
 
     def take_steps(self, max_tokens: int) -> None:
         """Make ready, before the first step, for steps of so many rows at most."""
@@ -139,10 +144,11 @@ class HeadsRead(NamedTuple):
     queries: int
     groups: int
     """Groups of query heads that read KV once for all of them."""
-    programs: tuple[int, int]
+    programs: tuple[Programs, Programs]
     """Programs among which the contexts of a step's sequences are divided, up to `FEW_HEADS` and above."""
     widths: tuple[int, int, int]
     """Heads, and numbers of K and of V in each, as long chunks are attended to."""
+    are_latent: bool = False
 
 
 def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> HeadsRead:
@@ -152,7 +158,8 @@ def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> Hea
         if (latents := heads_of(module)) is not None:
             rotary = cache.field("rotary_key").shape[-1]
             widths = layout.num_heads, latents.nope_dim + rotary, latents.value_dim
-            return HeadsRead(layout.num_heads, head_groups(layout.num_heads), (DECODE_PROGRAMS,) * 2, widths)
+            groups = head_groups(layout.num_heads)
+            return HeadsRead(layout.num_heads, groups, (DECODE_PROGRAMS,) * 2, widths, are_latent=True)
     width = layout.fields[0].width
     config = model.config.get_text_config()
     num_ranks = max(1, (getattr(config, "num_key_value_heads", None) or num_heads) // layout.num_heads)

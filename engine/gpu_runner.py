@@ -19,7 +19,14 @@ import torch
 from base.config import EngineConfig
 from base.request import Pooling
 from engine.arrivals import PrefixArrivals, prefix_parts
-from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
+from engine.cuda_graph import (
+    GRAPH_CHUNKS,
+    MIXED_TOKENS,
+    MOST_LATENT_PAIRS,
+    MOST_PAIRS,
+    StepGraphs,
+    decode_ladder,
+)
 from engine.drawing import Drawer, reached_on_stream
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -31,6 +38,9 @@ from engine.step import LaunchedStep, LayerGroup, StepPlan, StepResult, arrivals
 from engine.step_memory import StepShape, StepWriter, carve, write_padding
 from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
+
+LEAST_ROWS = 16
+"""Rows of logits of a step that is not captured, at least."""
 
 
 class StepEnd(NamedTuple):
@@ -70,8 +80,9 @@ class GpuRunner(StepRunner):
         self._chunk_tokens, self._max_model_len, self._max_batch = chunk_tokens, max_model_len, max_batch
         self._max_blocks = -(-max_model_len // block_size)
         max_tokens = max(padded_tokens(chunk_tokens + max_batch), MIXED_TOKENS[-1])
-        max_chunks = max(max_batch, GRAPH_CHUNKS)
-        largest = StepShape(max_tokens, max_batch, max_chunks, self._max_blocks)
+        self._batches = (0, *decode_ladder(max_batch))
+        self._max_chunks = max(max_batch, GRAPH_CHUNKS)
+        largest = StepShape(max_tokens, max_batch, self._max_chunks, self._max_blocks)
         model.take_steps(largest.num_tokens)
         self._memory = torch.zeros(largest.size, dtype=torch.int32, device=model.device)
         self._last_tokens = torch.zeros(largest.num_rows, dtype=torch.int64, device=model.device)
@@ -83,7 +94,13 @@ class GpuRunner(StepRunner):
         if group is None:
             self.prefix_parts = prefix_parts(model.hooks.num_layers)
         self._graphs = StepGraphs(
-            self._run_captured, model.hooks, max_batch, self._max_blocks, chunk_tokens, max_model_len
+            self._run_captured,
+            model.hooks,
+            max_batch,
+            self._max_blocks,
+            chunk_tokens,
+            max_model_len,
+            MOST_LATENT_PAIRS if model.has_latents else MOST_PAIRS,
         )
         self._graphs.capture()
 
@@ -101,10 +118,8 @@ class GpuRunner(StepRunner):
         shape = self._graphs.shape_of(plan)
         captured = shape is not None
         if shape is None:
-            # Two at least: the compiler would make a variant of the last layer for one row.
-            num_chunks = max(2, len(plan.entries) - plan.num_single)
-            shape = StepShape(padded_tokens(plan.num_tokens), plan.num_single, num_chunks, self._max_blocks)
-        header = step_header(shape, () if captured else long_chunks(plan))
+            shape = self._long_shape(plan.num_tokens, plan.num_single, len(plan.entries) - plan.num_single)
+        header = step_header(shape, () if captured else long_chunks(plan), plan.num_single)
         self._send(plan, shape)
         if self._send_step is not None:
             self._send_step(torch.cat([torch.tensor([captured]), header]))
@@ -165,16 +180,30 @@ class GpuRunner(StepRunner):
         sample_rows(logits, carve(self._memory, shape).sampling, self._last_tokens)
         return StepEnd(logits, self._model.row_states)
 
-    def _run_long_steps(self) -> None:
-        """Run each kind of step that is not captured once, so that no first prompt waits for a compiler.
+    def _long_shape(self, num_tokens: int, num_single: int, num_chunks: int) -> StepShape:
+        """Return the shape of a step that is not captured.
 
-        The time of a first prompt is what a node is known by until it has computed more.
+        There are few, because kernels are compiled for numbers of sequences: of each that decode together as
+        captured steps have them, with chunks enough that all rows are a power of two.
         """
-        for prefix, num_single in ((0, 0), (0, 2), (MIN_PREFIX, 0), (MIN_PREFIX, 2)):
-            num_tokens = min(self._chunk_tokens, self._max_model_len - prefix)
+        singles = next(size for size in self._batches if size >= num_single)
+        rows = max(LEAST_ROWS, 1 << (singles + num_chunks - 1).bit_length())
+        chunks = max(num_chunks, min(rows - singles, self._max_chunks))
+        return StepShape(padded_tokens(max(num_tokens, singles)), singles, chunks, self._max_blocks)
+
+    def _run_long_steps(self) -> None:
+        """Run each kind of step that is not captured once, so that no prompt waits for a compiler.
+
+        The time of a first prompt is what a node is known by until it has computed more, and beside a first
+        number of sequences compiling took as long as five prompts.
+        """
+        most = self._chunk_tokens
+        kinds = [(most, prefix, num_single) for prefix in (0, MIN_PREFIX) for num_single in (0, 2)]
+        kinds += [(min(most, MIN_TOKENS), 0, num_single) for num_single in self._batches]
+        for chunk_tokens, prefix, num_single in kinds:
+            num_tokens = min(chunk_tokens, self._max_model_len - prefix)
             if num_tokens >= MIN_TOKENS and num_single <= self._max_batch:
-                size = padded_tokens(num_tokens + num_single)
-                shape = StepShape(size, num_single, 2, self._max_blocks)
+                shape = self._long_shape(num_tokens + num_single, num_single, 1)
                 write_padding(self._memory, shape)
                 self._run(shape, step_header(shape, (LongChunk(num_tokens, prefix),)))
         self._memory.zero_()

@@ -7,12 +7,12 @@ A profile (`profile.py`) is a dozen numbers of one kind of node running one mode
     step with chunks         = `StepCost.with_chunks_s` (bench/results/replay.md)
     transfer(tokens)         = latency + tokens bytes / rate
 
-`a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes
-(half of it at `h` new tokens), `d` the load of the prefix from host memory, `x` that of all
-experts, of which `B` tokens hit a share (`base/step_cost.py`). For the
-paper's cluster they are fitted to ten digitised points, five of them 95 % cached, within
-4 % (uncached: 1.5 %); for an H200 to our own measurements. FAST'25 equation 1 has the
-terms in a and b alone.
+`a` is the linear layers, `b` attention (of few new tokens another kernel's, as in a step with
+chunks), `c` what a small matrix multiplication wastes (half of it at `h` new tokens), `d` the load
+of the prefix from host memory, `x` that of all experts, of which `B` tokens hit a share
+(`base/step_cost.py`). For the paper's cluster they are fitted to ten digitised points, five of
+them 95 % cached, within 4 % (uncached: 1.5 %); for an H200 to our own measurements. FAST'25
+equation 1 has the terms in a and b alone.
 
 A profile is never quite right on a live node (another processor, a noisy neighbour), so
 `Corrections` learns each node's measured/predicted ratio, how it goes with size, and the seconds that
@@ -65,6 +65,7 @@ class CostModel:
         self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
         half = profile.prefill_small_tokens
         self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
+        self._long_tokens = profile.long_chunk_tokens if profile.chunk_token2_s else 0
         computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
         self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
         self._num_layers = profile.num_layers
@@ -77,6 +78,8 @@ class CostModel:
     def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
         """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
         fixed, linear, square = self._prefill
+        if new_tokens < self._long_tokens:
+            square = self.step.attention_s(new_tokens, new_tokens)
         small, half, load = self._small
         return (
             fixed

@@ -4,9 +4,16 @@
 together, and is found on the device, once for all layers of a step: a CUDA graph has a fixed number of
 programs, and a long context among short ones would be left to one of them (12,000 tokens take a program 0.5
 ms a layer).
+
+A device has so many programs under way at once: a wave. A wave of all of them takes as long as the memory,
+but a last one of a few takes as long as a program that is nearly alone: 24 sequences of 8,300 tokens and 8
+heads in three parts each are 576 programs and take 251 us where 528 are a wave, in two parts 192 us. So
+several ways to cut are compared by their waves (`_waves_cost`), and the cheapest is taken.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,24 +26,62 @@ MAX_SPLITS = tl.constexpr(32)
 FEW_HEADS = 128
 """KV heads of all sequences up to which a step takes as long as one program with its part."""
 
-PROGRAMS = 384, 512
-SCALED_PROGRAMS = 512, 512
-"""Programs with work, among which all contexts are divided, in steps of few heads and of more; the latter
-for KV of 8 bits.
+
+class Programs(NamedTuple):
+    """How many programs contexts are divided among."""
+
+    wanted: int
+    """Those with work, about."""
+    wave: int = 0
+    """Those that are under way at once; 0: not known."""
+    alone: tuple[int, ...] = ()
+    """For one, two and more programs a multiprocessor: of how many programs of a whole wave a wave of so few
+    takes the time, at least. As many numbers as a multiprocessor has programs of a whole wave."""
+
+
+PROGRAMS = Programs(384), Programs(512, 528, (204, 281, 325, 438))
+SCALED_PROGRAMS = Programs(512), Programs(512)
+"""Programs in steps of few heads and of more; the latter for KV of 8 bits.
 
 One H200, 8 KV heads of 128, equal lengths of 1,090: best at batch 8 are 6 parts (14.9 us, 8 parts 16.3), at
-64 one (69.2 us, two 76.1). 384 are three for each multiprocessor, all of which are under way at once."""
+64 one (69.2 us, two 76.1). 384 are three for each multiprocessor, all of which are under way at once. A whole
+wave of 528 takes 60 ns for each token of a part, and 132, 264, 396 and 512 programs by themselves 23, 32, 37
+and 59 (2026-11-27)."""
 
 LEAST_TOKENS = 64
 """Least length of a part."""
 
+CUT_TOKENS = 128
+"""Tokens that a program could read in the time that its part costs for being one of several: it is written
+and joined."""
 
-def num_items(num_seqs: int, num_kv_heads: int, programs: int = PROGRAMS[1]) -> int:
+WHOLE_WAVES = tl.constexpr(3)
+"""Ways to cut that fill so many waves, and fewer, are tried."""
+
+
+def num_items(num_seqs: int, num_kv_heads: int, programs: Programs = PROGRAMS[1]) -> int:
     """Return the largest number of parts that any lengths make."""
-    return num_seqs + -(-programs // num_kv_heads)
+    least = num_seqs + -(-programs.wanted // num_kv_heads)
+    if not programs.wave:
+        return least
+    best, most = _equal_cost(num_seqs * num_kv_heads, programs), least
+    for waves in range(1, WHOLE_WAVES.value + 1):
+        parts = waves * programs.wave // num_kv_heads // num_seqs
+        if parts > 1 and (cost := _equal_cost(parts * num_seqs * num_kv_heads, programs) / parts) < best:
+            best, most = cost, max(least, parts * num_seqs)
+    return most
 
 
-def decode_parts(context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS[1]) -> torch.Tensor:
+def _equal_cost(num_programs: int, programs: Programs) -> float:
+    """Return what programs of equal parts cost, for each token of a part."""
+    full, rest = divmod(num_programs, programs.wave)
+    each = -(-rest * len(programs.alone) // programs.wave)
+    return full * programs.wave + (max(programs.alone[each - 1], rest) if rest else 0)
+
+
+def decode_parts(
+    context_lens: torch.Tensor, num_kv_heads: int, programs: Programs = PROGRAMS[1]
+) -> torch.Tensor:
     """Return the parts of a step.
 
     Args:
@@ -50,11 +95,49 @@ def decode_parts(context_lens: torch.Tensor, num_kv_heads: int, programs: int = 
     num_seqs = context_lens.shape[0]
     num_places = num_items(num_seqs, num_kv_heads, programs)
     parts = context_lens.new_empty(num_places + 2 * num_seqs)
+    alone = [*programs.alone, 0, 0, 0, 0]
     _cut[(1,)](
-        context_lens, parts, num_seqs, num_places, LEAST_TOKENS,
+        context_lens, parts, num_seqs, num_places, -(-programs.wanted // num_kv_heads), LEAST_TOKENS,
+        num_kv_heads, WAVE=programs.wave, EACH=len(programs.alone),
+        ALONE_1=alone[0], ALONE_2=alone[1], ALONE_3=alone[2], ALONE_4=alone[3], CUT=CUT_TOKENS,
         SEQS_PAD=max(2, triton.next_power_of_2(num_seqs)), ITEMS_PAD=triton.next_power_of_2(num_places),
     )  # fmt: skip
     return parts
+
+
+@triton.jit
+def _counts(lens, fair, added):
+    """Return how many parts of about `fair` tokens each sequence has; `added` rounds."""
+    counts = tl.minimum(tl.maximum((lens + added) // fair, 1), MAX_SPLITS)
+    return tl.where(lens > 0, counts, 0)
+
+
+@triton.jit
+def _waves_cost(
+    lens,
+    counts,
+    num_heads,
+    num_items,
+    WAVE: tl.constexpr,
+    EACH: tl.constexpr,
+    ALONE_1: tl.constexpr,
+    ALONE_2: tl.constexpr,
+    ALONE_3: tl.constexpr,
+    ALONE_4: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Return what the waves of these parts cost, in tokens of a program of a whole wave."""
+    num_parts = tl.sum(counts, 0)
+    extra = tl.where(num_parts > tl.sum((lens > 0).to(tl.int32), 0), CUT, 0)
+    mean = (tl.cdiv(tl.sum(lens, 0), tl.maximum(num_parts, 1)) + extra).to(tl.int64)
+    longest = (tl.max(tl.cdiv(lens, tl.maximum(counts, 1)), 0) + extra).to(tl.int64)
+    num_programs = num_parts * num_heads
+    rest = num_programs % WAVE
+    each = tl.cdiv(rest * EACH, WAVE)
+    alone = tl.where(each == 1, ALONE_1, tl.where(each == 2, ALONE_2, tl.where(each == 3, ALONE_3, ALONE_4)))
+    last = tl.where(rest > 0, tl.maximum(longest * alone, mean * rest), 0)
+    cost = mean * (num_programs - rest) + last
+    return tl.where(num_parts <= num_items, cost, 1 << 62)
 
 
 @triton.jit
@@ -63,17 +146,38 @@ def _cut(
     parts,  # [num_items + 2 * num_seqs]
     num_seqs,
     num_items,
+    wanted,
     least,
+    num_heads,
+    WAVE: tl.constexpr,
+    EACH: tl.constexpr,
+    ALONE_1: tl.constexpr,
+    ALONE_2: tl.constexpr,
+    ALONE_3: tl.constexpr,
+    ALONE_4: tl.constexpr,
+    CUT: tl.constexpr,
     SEQS_PAD: tl.constexpr,
     ITEMS_PAD: tl.constexpr,
 ):
     seqs = tl.arange(0, SEQS_PAD)
     is_seq = seqs < num_seqs
     lens = tl.load(context_lens + seqs, mask=is_seq, other=0)
-    fair = tl.maximum(tl.cdiv(tl.sum(lens, 0), num_items - num_seqs), least)
+    total = tl.sum(lens, 0)
+    fair = tl.maximum(tl.cdiv(total, wanted), least)
     # rounded: cut in two, a context a little longer than the others takes longer than whole
-    counts = tl.minimum(tl.maximum((lens + fair // 2) // fair, 1), MAX_SPLITS)
-    counts = tl.where(lens > 0, counts, 0)
+    counts = _counts(lens, fair, fair // 2)
+    if WAVE > 0:
+        best = _waves_cost(
+            lens, counts, num_heads, num_items, WAVE, EACH, ALONE_1, ALONE_2, ALONE_3, ALONE_4, CUT
+        )
+        for waves in tl.static_range(1, WHOLE_WAVES + 1):
+            fair = tl.maximum(tl.cdiv(total, tl.maximum(waves * WAVE // num_heads, 1)), least)
+            others = _counts(lens, fair, 0)
+            cost = _waves_cost(
+                lens, others, num_heads, num_items, WAVE, EACH, ALONE_1, ALONE_2, ALONE_3, ALONE_4, CUT
+            )
+            counts = tl.where(cost < best, others, counts)
+            best = tl.minimum(cost, best)
     firsts = tl.cumsum(counts, 0) - counts
     tl.store(parts + num_items + seqs, counts, mask=is_seq)
     tl.store(parts + num_items + num_seqs + seqs, firsts, mask=is_seq)

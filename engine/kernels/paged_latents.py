@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
+from engine.kernels.decode_parts import MAX_SPLITS, Programs, decode_parts
 from engine.kernels.key_parts import (
     LEAST_KEYS,
     _part_of_keys,
@@ -53,8 +53,8 @@ class LatentTiles:
 DECODE_TILES = LatentTiles(heads=16, rows=16, tokens=64, num_warps=8, num_stages=2)
 DEEP_STAGES = 5
 """Stages of the same where the device's shared memory has room for three tiles, which are then under way."""
-DECODE_PROGRAMS = 132
-"""Number of programs with work, among which all contexts are divided: one for each multiprocessor.
+DECODE_PROGRAMS = Programs(132, 132, (132,))
+"""Programs among which all contexts are divided: one for each multiprocessor, whatever the others do.
 
 One H200, 16 heads, latents of 512, contexts of 1,090 tokens: 64 sequences take 38 us, with 512 programs, four
 warps and two stages 49; 256 sequences 103 and 125; one sequence of 32,000 tokens 47 and 66."""

@@ -9,7 +9,7 @@ from base.clock import SystemClock
 from base.config import EngineConfig
 from bench import engine_shapes
 from bench.profile_command import SHAPES, make_parser, print_profile
-from bench.profile_fit import MeasuredStep, with_steps
+from bench.profile_fit import Measured, MeasuredStep, with_steps
 from bench.profile_run import Grid, make_profile, measure
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import profile_json
@@ -26,6 +26,7 @@ GRID = Grid(
     contexts=(16, 48),
     steps=2,
     repeats=1,
+    busy_s=0.0,
     chunks=(8, 16),
     chunk_prefixes=(0, 32),
     chunk_batches=(0, 1, 3),
@@ -65,9 +66,10 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
     assert capsys.readouterr().out.count("%") == 6 + 6 + 12 + 4
 
 
-def test_what_steps_take_beside_prefill_and_decode_is_found() -> None:
-    known = load_profile("h200-llama8b")
+def test_what_prompts_and_steps_take_is_found() -> None:
     costs = {
+        "prefill_token_s": 2e-5,
+        "prefill_token2_s": 4e-10,
         "chunk_step_s": 0.007,
         "mixed_step_s": 0.002,
         "chunk_sequence_s": 4e-5,
@@ -75,20 +77,52 @@ def test_what_steps_take_beside_prefill_and_decode_is_found() -> None:
         "attention_rows": 512,
     }
     kernels = {"step_tokens": (128, 256, 512, 768, 1024, 2048), "long_chunk_tokens": 1024}
-    made = replace(known, **kernels, **costs)
+    known = replace(load_profile("h200-llama8b"), **kernels)
+    cost = CostModel(replace(known, **costs))
+    prompts = [
+        MeasuredStep(tokens, prefix, 0, 0.0, 0.0)
+        for tokens in (128, 512, 2048, 8192, 32_768)
+        for prefix in (0.0, 8192.0)
+    ]
+    prefill = [Measured(step.tokens, step.prefix, step.predicted_s(cost)) for step in prompts]
     steps = [
         MeasuredStep(chunk, prefix, batch, 2048.0, 0.0)
-        for chunk in (256, 512, 1500)
+        for chunk in (256, 512, 768)
         for prefix in (0.0, 8192.0)
         for batch in (0, 1, 8, 64)
     ]
-    steps = [
-        MeasuredStep(step.tokens, step.prefix, step.batch, step.context, step.predicted_s(CostModel(made)))
-        for step in steps
-    ]
-    found = with_steps(replace(known, **kernels), steps)
+    steps = [replace(step, seconds=step.predicted_s(cost)) for step in steps]
+    found = with_steps(known, prefill, steps)
     assert {name: getattr(found, name) for name in costs} == pytest.approx(costs, rel=1e-4)
     assert found.evidence.steps_left_out_error < 1e-4
+    assert found.evidence.prefill_left_out_error < 1e-4
+    for point in found.evidence.prefill:
+        # in closed form nothing is padded
+        assert point.predicted_s == pytest.approx(point.measured_s, rel=1e-3)
+
+
+def test_a_kernel_that_is_slow_at_some_lengths_makes_long_prompts_no_slower() -> None:
+    known = load_profile("h200-llama8b")
+    cost = CostModel(known)
+    prefill = [
+        Measured(tokens, prefix, MeasuredStep(tokens, prefix, 0, 0.0, 0.0).predicted_s(cost))
+        for tokens in (128, 512, 1024, 2048, 4096, 8192, 32_768)
+        for prefix in (0.0, 8192.0, 24_576.0)
+    ]
+    steps = [
+        MeasuredStep(chunk, prefix, batch, 2048.0, 0.0)
+        for chunk in (256, 512, 768)
+        for prefix in (0.0, 8192.0)
+        for batch in (0, 8)
+    ]
+    steps = [replace(step, seconds=step.predicted_s(cost)) for step in steps]
+    prefill = [
+        replace(item, seconds=1.4 * item.seconds) if item.tokens == 1024 and item.context else item
+        for item in prefill
+    ]
+    found = CostModel(with_steps(known, prefill, steps))
+    whole = MeasuredStep(8192, 0.0, 0, 0.0, 0.0)
+    assert whole.predicted_s(found) == pytest.approx(whole.predicted_s(cost), rel=0.01)
 
 
 def test_the_shapes_that_can_be_asked_for_are_those_that_there_are():

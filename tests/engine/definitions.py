@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from base.kv_layout import Spread
 from engine.attention import AttentionRule
-from engine.kernels.decode_parts import LEAST_TOKENS, MAX_SPLITS, PROGRAMS, num_items
+from engine.kernels.decode_parts import (
+    CUT_TOKENS,
+    LEAST_TOKENS,
+    MAX_SPLITS,
+    PROGRAMS,
+    Programs,
+    num_items,
+)
 from engine.kernels.sample_rows import TILE
 from engine.kernels.sum_words import KEY_STEP, OTHER_KEY
 from engine.step_memory import POSITION
@@ -116,16 +123,45 @@ def paged_prefill_definition(
 
 
 def decode_parts_definition(
-    context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS[1]
+    context_lens: torch.Tensor, num_kv_heads: int, programs: Programs = PROGRAMS[1]
 ) -> torch.Tensor:
     """The readable definition; arguments and result as `decode_parts`."""
     lens = context_lens.tolist()
-    room = num_items(len(lens), num_kv_heads, programs)
-    fair = max(LEAST_TOKENS, -(-sum(lens) // (room - len(lens))))
-    counts = [min(MAX_SPLITS.value, max(1, (length + fair // 2) // fair)) if length else 0 for length in lens]
+    places = num_items(len(lens), num_kv_heads, programs)
+    fair = _fair(lens, -(-programs.wanted // num_kv_heads))
+    ways = [_counts(lens, fair, fair // 2)]
+    if programs.wave:
+        targets = [max(1, waves * programs.wave // num_kv_heads) for waves in (1, 2, 3)]
+        ways += [_counts(lens, _fair(lens, target), 0) for target in targets]
+    counts = min(ways, key=lambda way: waves_cost(lens, way, num_kv_heads, programs, places))
     items = [seq * MAX_SPLITS.value + split for seq, count in enumerate(counts) for split in range(count)]
     firsts = [sum(counts[:seq]) for seq in range(len(counts))]
-    return torch.tensor([*items, *[-1] * (room - len(items)), *counts, *firsts], dtype=torch.int32)
+    return torch.tensor([*items, *[-1] * (places - len(items)), *counts, *firsts], dtype=torch.int32)
+
+
+def _fair(lens: list[int], target: int) -> int:
+    return max(LEAST_TOKENS, -(-sum(lens) // target))
+
+
+def _counts(lens: list[int], fair: int, added: int) -> list[int]:
+    return [min(MAX_SPLITS.value, max(1, (length + added) // fair)) if length else 0 for length in lens]
+
+
+def waves_cost(
+    lens: list[int], counts: list[int], num_kv_heads: int, programs: Programs, places: int
+) -> float:
+    """Return what parts cost: whole waves by their mean length, the last one by its longest or its number."""
+    if not programs.wave or not sum(counts):
+        return 0.0
+    if sum(counts) > places:
+        return float("inf")
+    extra = CUT_TOKENS if sum(counts) > sum(length > 0 for length in lens) else 0
+    mean = -(-sum(lens) // sum(counts)) + extra
+    longest = max(-(-length // max(count, 1)) for length, count in zip(lens, counts, strict=True)) + extra
+    full, rest = divmod(sum(counts) * num_kv_heads, programs.wave)
+    each = -(-rest * len(programs.alone) // programs.wave)
+    last = max(longest * programs.alone[each - 1], mean * rest) if rest else 0
+    return mean * full * programs.wave + last
 
 
 def merge_part_definition(

@@ -58,7 +58,7 @@ def run(
     singles = sum(item.num_tokens == 1 for item in entries)
     plan = StepPlan(tuple(entries), singles)
     memory = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, shape, rows_of or {})
-    return model.forward(memory, shape, step_header(shape, chunks), last_tokens)
+    return model.forward(memory, shape, step_header(shape, chunks, singles), last_tokens)
 
 
 def expected_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
@@ -99,6 +99,20 @@ def test_chunks_singles_and_padding_in_one_step_give_the_logits_of_the_family(fa
         torch.testing.assert_close(logits[row], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
         state = last_state(reference, prompt)
         torch.testing.assert_close(model.row_states[row], state, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_a_long_chunk_overwrites_the_padding_behind_sequences_of_one_token(family: str) -> None:
+    reference = make_family(family)
+    model = make_gpu_model(copy.deepcopy(reference))
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 211, (size,), generator=generator).tolist() for size in (40, 30, 33)]
+    first, second, third = (make_sequence(str(index), prompt) for index, prompt in enumerate(prompts))
+    run(model, [entry(first, 0, 39, 0), entry(second, 0, 11, 8)], StepShape(64, 0, 2, 8))
+    last = [entry(first, 39, 1, 0), entry(second, 11, 19, 8), entry(third, 0, 33, 16)]
+    logits = run(model, last, StepShape(64, 4, 12, 8), chunks=(LongChunk(19, 11), LongChunk(33, 0)))
+    for row, prompt in ((0, prompts[0]), (4, prompts[1]), (5, prompts[2])):
+        torch.testing.assert_close(logits[row], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

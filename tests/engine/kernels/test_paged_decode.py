@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
 from engine.kernels import paged_decode as paged_decode_module
-from engine.kernels.decode_parts import FEW_HEADS, MAX_SPLITS, decode_parts, num_items
+from engine.kernels.decode_parts import (
+    FEW_HEADS,
+    MAX_SPLITS,
+    PROGRAMS,
+    Programs,
+    decode_parts,
+    num_items,
+)
 from engine.kernels.paged_decode import DecodeTiles, decode_tiles, join_grid, paged_decode
+from engine.kernels.paged_latents import DECODE_PROGRAMS
 from tests.engine.definitions import decode_parts_definition, paged_decode_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
@@ -35,7 +43,7 @@ def assert_agrees(
     sink_logits = torch.randn(num_heads, generator=generator).to(DEVICE) if sinks else None
     rule = rule or AttentionRule(scale=head_dim**-0.5)
     arguments = (query, kv_cache, tables, lens_tensor, rule, sink_logits)
-    parts = decode_parts(lens_tensor, num_kv_heads, programs)
+    parts = decode_parts(lens_tensor, num_kv_heads, Programs(programs))
     output = paged_decode(*arguments, tiles=tiles, parts=parts)
     assert relative_error(output, paged_decode_definition(*arguments)) < tolerance(dtype)
 
@@ -114,7 +122,7 @@ def test_a_new_token_that_is_handed_in_is_seen_and_written(programs, window, cap
     rule = AttentionRule(0.3, window, cap)
     arguments = (tables, lens_tensor, rule, sink_logits)
     expected = paged_decode_definition(query, expected_cache, *arguments, added=added)
-    parts = decode_parts(lens_tensor, 2, programs)
+    parts = decode_parts(lens_tensor, 2, Programs(programs))
     tiles = DecodeTiles(16, 4, 2)
     output = paged_decode(query, kv_cache, *arguments, tiles=tiles, added=added, parts=parts)
     assert relative_error(output, expected) < tolerance(torch.float32)
@@ -128,7 +136,7 @@ def test_a_row_of_padding_is_zeros() -> None:
     query = torch.randn(2, 2, 64, generator=generator).to(DEVICE)
     lens = torch.tensor([120, 0], dtype=torch.int32, device=DEVICE)
     for programs in (1, 64):
-        parts = decode_parts(lens, 1, programs)
+        parts = decode_parts(lens, 1, Programs(programs))
         output = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1), parts=parts)
         assert output[0].norm() > 0
         assert output[1].norm() == 0
@@ -169,7 +177,7 @@ def test_a_long_context_is_cut_whatever_stands_beside_it() -> None:
     assert counts_of([20_000]) == [32]
     assert counts_of([12_000, *[0] * 63]) == [32, *[0] * 63]
     assert counts_of([12_000] * 4 + [0] * 60)[:4] == [16] * 4
-    assert counts_of([30_000, *[1000] * 63]) == [21, *[1] * 63]
+    assert 20 <= counts_of([30_000, *[1000] * 63])[0] <= 32
 
 
 def test_contexts_of_about_equal_length_are_not_cut_where_they_fill_the_device() -> None:
@@ -178,13 +186,45 @@ def test_contexts_of_about_equal_length_are_not_cut_where_they_fill_the_device()
     assert counts_of([64]) == [1]
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "length", "num_parts"),
+    [
+        (17, 8300, 3),
+        (20, 8300, 3),
+        (24, 8300, 2),
+        (24, 1090, 2),
+        (32, 8300, 2),
+        (36, 1090, 1),
+        (36, 24_000, 3),
+        (40, 1090, 1),
+        (48, 8300, 1),
+        (64, 8300, 1),
+        (80, 24_000, 2),
+        (80, 1090, 1),
+        (96, 8300, 2),
+        (128, 8300, 1),
+    ],
+)
+def test_no_last_wave_of_a_few_programs_is_waited_for(num_seqs: int, length: int, num_parts: int) -> None:
+    """The numbers are the fastest ones measured on an H200, or within 4 % of them (10 % at 80)."""
+    assert counts_of([length] * num_seqs) == [num_parts] * num_seqs
+
+
+def test_latents_that_fill_a_wave_begin_no_second_one() -> None:
+    lens = torch.full((8,), 4096, dtype=torch.int32)
+    found = decode_parts_definition(lens, 1, DECODE_PROGRAMS)
+    assert found[num_items(8, 1, DECODE_PROGRAMS) :][:8].tolist() == [16] * 8
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lens=st.lists(
-        st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 100_000)), min_size=1, max_size=9
+        st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 100_000)), min_size=1, max_size=40
     ),
     heads=st.sampled_from([1, 3, 8]),
-    programs=st.sampled_from([1, 16, 512]),
+    programs=st.sampled_from(
+        [Programs(1), Programs(16), Programs(512), PROGRAMS[1], DECODE_PROGRAMS, Programs(16, 24, (9, 14))]
+    ),
 )
 def test_parts_are_as_defined_and_every_sequence_has_its_own(lens, heads, programs) -> None:
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
