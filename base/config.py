@@ -57,8 +57,8 @@ class EngineConfig:
     """Shortens the later chunks of a prompt, so that each takes as long as the first. Seconds of
     attention for each token squared over those of the linear layers for each token. 0: chunks are
     equally long; -1: in a pipeline what the profile says, elsewhere 0."""
-    max_batch: int = 64
-    """Sequences in one step at most."""
+    max_batch: int = 0
+    """Sequences in one step at most; 0: 256 on a GPU, 64 on a CPU."""
     threads: int = 0
     """CPU threads; 0: cores divided by the nodes on this host."""
     max_model_len: int = 0
@@ -91,7 +91,8 @@ class EngineConfig:
         require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
         for key in ("chunk_attention", "swap_gib"):
             require(getattr(self, key) >= 0 or getattr(self, key) == -1, key, "not negative, or -1")
-        for key in ("max_batch", "layer_groups", "tensor_parallel", "pipeline_parallel"):
+        require(self.max_batch >= 0, "max_batch", "not negative")
+        for key in ("layer_groups", "tensor_parallel", "pipeline_parallel"):
             require(getattr(self, key) >= 1, key, "at least 1")
         require(
             not self.stage_layers
@@ -103,6 +104,10 @@ class EngineConfig:
         known = ", ".join(WEIGHT_FORMATS)
         require(self.quantization in WEIGHT_FORMATS, "quantization", f"one of {known}")
         require(self.max_model_len >= 0, "max_model_len", "not negative")
+
+    def sequences(self, on_gpu: bool) -> int:
+        """Return how many sequences a step has at most."""
+        return self.max_batch or (256 if on_gpu else 64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,8 @@ def write_model(name: str, folder: Path, max_model_len: int = 0) -> LocalModel:
 class Limits:
     """What bounds every node of a cluster."""
 
-    max_batch: int = 64
+    max_batch: int = 0
+    """0: as nodes have it."""
     max_model_len: int = 0
     kv_cache_gib: float = 0.0
     """0: what is free."""
@@ -197,7 +198,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     )
     add = parser.add_argument
     add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
-    add("--max-batch", type=int, default=64)
+    add("--max-batch", type=int, default=0, help="sequences in a step at most; 0: as nodes have it")
     add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
     add("--roles", choices=["follow", "fixed"], default="fixed", help="whether they follow the load")
     add("--stages", type=int, default=1, help="of each prefill node, a pipeline with a GPU for each")

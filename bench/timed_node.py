@@ -204,9 +204,8 @@ class TimedNode:
         config = config or EngineConfig()
         layout = head_layout(1, 1, 1, info.block_size, "float32")
         pool, device = BlockPool(info.num_blocks), TimedDevice(cost, clock)
-        scheduler = Scheduler(
-            pool, info.block_size, config.chunk_tokens, config.max_batch, info.max_model_len, VOCAB_SIZE
-        )
+        sizes = config.chunk_tokens, config.sequences(on_gpu=False), info.max_model_len, VOCAB_SIZE
+        scheduler = Scheduler(pool, info.block_size, *sizes)
         loop = EngineLoop(device, scheduler, pool, clock, partial(_DeviceThread, device))
         self.cache = TimedCache(
             pool, info.peer, all_of(layout), lambda count: cost.transfer_s(count * info.block_size)

@@ -205,6 +205,7 @@ def assemble_engine(
         tokenizer: The folder of the model's tokenizer, for grammars; None: sequences have none.
 
     Raises ConfigError if the model cannot be served, or no block fits into the cache."""
+    config = dataclasses.replace(config, max_batch=config.sequences(model.device.type == "cuda"))
     load_vocabulary = partial(Vocabulary.load, tokenizer, model.vocab_size) if tokenizer else no_vocabulary
     stage = group.stage if group is not None else None
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)

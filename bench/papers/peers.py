@@ -161,10 +161,9 @@ def tokens_to_compute(node: NodeState, cost: CostModel) -> float:
         return 0.0
     length = node.queued_tokens // node.num_queued
     mean_s = node.queued_s / node.num_queued / node.learned.prefill.ratio
-    new_tokens = bisect_left(
-        range(length), mean_s, key=lambda tokens: cost.prefill_s(tokens, length - tokens)
-    )
-    return float(new_tokens * node.num_queued)
+    lengths = range(1, length)
+    at = bisect_left(lengths, mean_s, key=lambda tokens: cost.prefill_s(tokens, length - tokens))
+    return float((1 + at) * node.num_queued)
 
 
 def peer_policy(name: str) -> PrefillPolicy:

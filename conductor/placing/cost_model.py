@@ -78,7 +78,7 @@ class CostModel:
     def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
         """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
         fixed, linear, square = self._prefill
-        if new_tokens < self._long_tokens:
+        if 0 < new_tokens < self._long_tokens:
             square = self.step.attention_s(new_tokens, new_tokens)
         small, half, load = self._small
         return (

@@ -177,7 +177,7 @@ def simulated(run: LiveRun, profile: Profile, engine: EngineConfig = SHIPPED_ENG
         learns=True,
         both_nodes=both,
         chunk_tokens=engine.chunk_tokens,
-        max_batch=engine.max_batch,
+        max_batch=engine.sequences(on_gpu=profile.launches_ahead),
         decode_caches=True,
         slo=run.slo(),
         # a conductor predicted by the profile that its log names, whatever its nodes take

@@ -256,7 +256,10 @@ class SimEngine:
             self._growth_s = self._token_s * batch
             self._beside_s = self._joined_s
             steps = launched or (1 if self._joined_s else self._num_alike())
-            self._begin(min(steps, self._num_put_off) if self._num_put_off else steps)
+            asleep = self._num_put_off
+            if not self._launches_ahead:  # it asks anew when it has learned something
+                asleep = min(asleep, OBSERVED_STEPS - self._num_stepped % OBSERVED_STEPS)
+            self._begin(min(steps, asleep) if asleep else steps)
         self._joined_s = 0.0
 
     def _num_alike(self) -> int:

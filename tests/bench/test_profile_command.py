@@ -77,7 +77,7 @@ def test_what_prompts_and_steps_take_is_found() -> None:
         "attention_rows": 512,
     }
     kernels = {"step_tokens": (128, 256, 512, 768, 1024, 2048), "long_chunk_tokens": 1024}
-    known = replace(load_profile("h200-llama8b"), **kernels)
+    known = replace(load_profile("h200-llama8b"), prefix_token_s=0.0, **kernels)
     cost = CostModel(replace(known, **costs))
     prompts = [
         MeasuredStep(tokens, prefix, 0, 0.0, 0.0)

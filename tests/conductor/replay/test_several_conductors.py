@@ -146,7 +146,7 @@ def simulated_s(trace: Trace, conductors: int) -> float:
         learns=True,
         conductors=conductors,
         chunk_tokens=SHIPPED_ENGINE.chunk_tokens,
-        max_batch=SHIPPED_ENGINE.max_batch,
+        max_batch=SHIPPED_ENGINE.sequences(on_gpu=False),
         decode_caches=True,
     )
     return fmean(simulate(Plan(trace, CostModel(STUB), options)).outcomes.ttft_s)
