@@ -223,8 +223,7 @@ def assemble_engine(
     else:
         tensor = group.tensor if group is not None else None
         runner = _runner(config, model, cache, max_model_len, tensor, ranks, host_blocks, counts)
-    if counts is not None:
-        # Graphs are captured by steps that run.
+    if counts is not None:  # graphs are captured by steps that run
         counts.reset()
     scheduler = Scheduler(
         pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size,

@@ -39,8 +39,7 @@ MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 MOST_PAIRS = 32 * 2**20
 MOST_LATENT_PAIRS = 20 * 2**20
 MOST_AFTER_PREFIX = 3072
-"""Pairs of a query and a key, of heads and of latents, and tokens, up to which a step with a prefix is
-captured though it is long.
+"""Pairs of a query and a key, and tokens, up to which a long step with a prefix is captured.
 
 Its attention is slower then, by a nanosecond or three for each pair in all layers, and its launches, which
 take 64 to 184 ms, take nothing. One H200, a chunk after a prefix, ms as launched / captured:

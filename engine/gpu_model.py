@@ -17,7 +17,7 @@ from engine.expert_load import ExpertCounts
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
-from engine.kernels.decode_parts import FEW_HEADS, PROGRAMS, SCALED_PROGRAMS, Programs, decode_parts
+from engine.kernels.decode_parts import FEW_HEADS, PROGRAMS, SCALED_PROGRAMS, KernelPrograms, decode_parts
 from engine.kernels.paged_latents import DECODE_PROGRAMS, head_groups
 from engine.kernels.step_inputs import step_inputs
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
@@ -144,7 +144,7 @@ class HeadsRead(NamedTuple):
     queries: int
     groups: int
     """Groups of query heads that read KV once for all of them."""
-    programs: tuple[Programs, Programs]
+    programs: tuple[KernelPrograms, KernelPrograms]
     """Programs among which the contexts of a step's sequences are divided, up to `FEW_HEADS` and above."""
     widths: tuple[int, int, int]
     """Heads, and numbers of K and of V in each, as long chunks are attended to."""

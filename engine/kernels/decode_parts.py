@@ -27,20 +27,21 @@ FEW_HEADS = 128
 """KV heads of all sequences up to which a step takes as long as one program with its part."""
 
 
-class Programs(NamedTuple):
-    """How many programs contexts are divided among."""
+class KernelPrograms(NamedTuple):
+    """Numbers of programs that contexts are divided among."""
 
     wanted: int
-    """Those with work, about."""
+    """Number of programs with work, about."""
     wave: int = 0
-    """Those that are under way at once; 0: not known."""
+    """Number of programs that are under way at once; 0: not known."""
     alone: tuple[int, ...] = ()
-    """For one, two and more programs a multiprocessor: of how many programs of a whole wave a wave of so few
-    takes the time, at least. As many numbers as a multiprocessor has programs of a whole wave."""
+    """Least cost of a wave with one, two and more programs a multiprocessor, in programs of a whole wave.
+
+    As many numbers as a multiprocessor has programs of a whole wave."""
 
 
-PROGRAMS = Programs(384), Programs(512, 528, (204, 281, 325, 438))
-SCALED_PROGRAMS = Programs(512), Programs(512)
+PROGRAMS = KernelPrograms(384), KernelPrograms(512, 528, (204, 281, 325, 438))
+SCALED_PROGRAMS = KernelPrograms(512), KernelPrograms(512)
 """Programs in steps of few heads and of more; the latter for KV of 8 bits.
 
 One H200, 8 KV heads of 128, equal lengths of 1,090: best at batch 8 are 6 parts (14.9 us, 8 parts 16.3), at
@@ -59,7 +60,7 @@ WHOLE_WAVES = tl.constexpr(3)
 """Ways to cut that fill so many waves, and fewer, are tried."""
 
 
-def num_items(num_seqs: int, num_kv_heads: int, programs: Programs = PROGRAMS[1]) -> int:
+def num_items(num_seqs: int, num_kv_heads: int, programs: KernelPrograms = PROGRAMS[1]) -> int:
     """Return the largest number of parts that any lengths make."""
     least = num_seqs + -(-programs.wanted // num_kv_heads)
     if not programs.wave:
@@ -72,7 +73,7 @@ def num_items(num_seqs: int, num_kv_heads: int, programs: Programs = PROGRAMS[1]
     return most
 
 
-def _equal_cost(num_programs: int, programs: Programs) -> float:
+def _equal_cost(num_programs: int, programs: KernelPrograms) -> float:
     """Return what programs of equal parts cost, for each token of a part."""
     full, rest = divmod(num_programs, programs.wave)
     each = -(-rest * len(programs.alone) // programs.wave)
@@ -80,7 +81,7 @@ def _equal_cost(num_programs: int, programs: Programs) -> float:
 
 
 def decode_parts(
-    context_lens: torch.Tensor, num_kv_heads: int, programs: Programs = PROGRAMS[1]
+    context_lens: torch.Tensor, num_kv_heads: int, programs: KernelPrograms = PROGRAMS[1]
 ) -> torch.Tensor:
     """Return the parts of a step.
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.decode_parts import MAX_SPLITS, Programs, decode_parts
+from engine.kernels.decode_parts import MAX_SPLITS, KernelPrograms, decode_parts
 from engine.kernels.key_parts import (
     LEAST_KEYS,
     _part_of_keys,
@@ -53,7 +53,7 @@ class LatentTiles:
 DECODE_TILES = LatentTiles(heads=16, rows=16, tokens=64, num_warps=8, num_stages=2)
 DEEP_STAGES = 5
 """Stages of the same where the device's shared memory has room for three tiles, which are then under way."""
-DECODE_PROGRAMS = Programs(132, 132, (132,))
+DECODE_PROGRAMS = KernelPrograms(132, 132, (132,))
 """Programs among which all contexts are divided: one for each multiprocessor, whatever the others do.
 
 One H200, 16 heads, latents of 512, contexts of 1,090 tokens: 64 sequences take 38 us, with 512 programs, four

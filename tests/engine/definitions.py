@@ -16,7 +16,7 @@ from engine.kernels.decode_parts import (
     LEAST_TOKENS,
     MAX_SPLITS,
     PROGRAMS,
-    Programs,
+    KernelPrograms,
     num_items,
 )
 from engine.kernels.sample_rows import TILE
@@ -123,7 +123,7 @@ def paged_prefill_definition(
 
 
 def decode_parts_definition(
-    context_lens: torch.Tensor, num_kv_heads: int, programs: Programs = PROGRAMS[1]
+    context_lens: torch.Tensor, num_kv_heads: int, programs: KernelPrograms = PROGRAMS[1]
 ) -> torch.Tensor:
     """The readable definition; arguments and result as `decode_parts`."""
     lens = context_lens.tolist()
@@ -148,7 +148,7 @@ def _counts(lens: list[int], fair: int, added: int) -> list[int]:
 
 
 def waves_cost(
-    lens: list[int], counts: list[int], num_kv_heads: int, programs: Programs, places: int
+    lens: list[int], counts: list[int], num_kv_heads: int, programs: KernelPrograms, places: int
 ) -> float:
     """Return what parts cost: whole waves by their mean length, the last one by its longest or its number."""
     if not programs.wave or not sum(counts):

@@ -13,7 +13,7 @@ from engine.kernels.decode_parts import (
     FEW_HEADS,
     MAX_SPLITS,
     PROGRAMS,
-    Programs,
+    KernelPrograms,
     decode_parts,
     num_items,
 )
@@ -43,7 +43,7 @@ def assert_agrees(
     sink_logits = torch.randn(num_heads, generator=generator).to(DEVICE) if sinks else None
     rule = rule or AttentionRule(scale=head_dim**-0.5)
     arguments = (query, kv_cache, tables, lens_tensor, rule, sink_logits)
-    parts = decode_parts(lens_tensor, num_kv_heads, Programs(programs))
+    parts = decode_parts(lens_tensor, num_kv_heads, KernelPrograms(programs))
     output = paged_decode(*arguments, tiles=tiles, parts=parts)
     assert relative_error(output, paged_decode_definition(*arguments)) < tolerance(dtype)
 
@@ -122,7 +122,7 @@ def test_a_new_token_that_is_handed_in_is_seen_and_written(programs, window, cap
     rule = AttentionRule(0.3, window, cap)
     arguments = (tables, lens_tensor, rule, sink_logits)
     expected = paged_decode_definition(query, expected_cache, *arguments, added=added)
-    parts = decode_parts(lens_tensor, 2, Programs(programs))
+    parts = decode_parts(lens_tensor, 2, KernelPrograms(programs))
     tiles = DecodeTiles(16, 4, 2)
     output = paged_decode(query, kv_cache, *arguments, tiles=tiles, added=added, parts=parts)
     assert relative_error(output, expected) < tolerance(torch.float32)
@@ -136,7 +136,7 @@ def test_a_row_of_padding_is_zeros() -> None:
     query = torch.randn(2, 2, 64, generator=generator).to(DEVICE)
     lens = torch.tensor([120, 0], dtype=torch.int32, device=DEVICE)
     for programs in (1, 64):
-        parts = decode_parts(lens, 1, Programs(programs))
+        parts = decode_parts(lens, 1, KernelPrograms(programs))
         output = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1), parts=parts)
         assert output[0].norm() > 0
         assert output[1].norm() == 0
@@ -223,7 +223,14 @@ def test_latents_that_fill_a_wave_begin_no_second_one() -> None:
     ),
     heads=st.sampled_from([1, 3, 8]),
     programs=st.sampled_from(
-        [Programs(1), Programs(16), Programs(512), PROGRAMS[1], DECODE_PROGRAMS, Programs(16, 24, (9, 14))]
+        [
+            KernelPrograms(1),
+            KernelPrograms(16),
+            KernelPrograms(512),
+            PROGRAMS[1],
+            DECODE_PROGRAMS,
+            KernelPrograms(16, 24, (9, 14)),
+        ]
     ),
 )
 def test_parts_are_as_defined_and_every_sequence_has_its_own(lens, heads, programs) -> None:
