@@ -1,8 +1,9 @@
-"""`python -m bench.goodput_truth`: every rate that `bench.goodput` tried, beside what replay says of it.
+"""`python -m bench.goodput_truth`: every rate that was tried on GPUs, beside what replay says of it.
 
-Each recorded result is replayed with the profile of its card, by `bench.goodput_replayed`. The errors of
-TTFT, of TPOT and of the share within each pair of bounds stand in one table, with medians and the worst. Runs
-of a trace are left out without `--trace`.
+Each recorded result is replayed with a profile of its card and engine: those of `bench.goodput`, of engines
+whose decode steps took 7 % longer, with the one measured then, by `bench.goodput_replayed`; those of
+`bench.step_budgets_live` with the card's. The errors of TTFT, of TPOT and of the share within each pair of
+bounds stand in one table, with medians and the worst. Runs of a trace are left out without `--trace`.
 
     python -m bench.goodput_truth --trace conversation_trace.jsonl --out bench/results/goodput_truth.json
 """
@@ -14,19 +15,27 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from base.clock import wall_clock_s
 from bench.about_run import current_commit
 from bench.goodput_replayed import compared, shape_of
-from bench.shapes import CARDS
+from bench.shapes import CARDS, parse_shape
+from bench.step_budgets import TTFT_S, run
+from bench.step_budgets_live import Row, trace_of
+from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
+from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.profiles.reader import load_profile
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
 
 RESULTS = Path("bench/results")
+BEFORE = RESULTS / "profile_h200_before.json"
+"""Profile of the engine of `NAMES`, measured when they were."""
+LIVE = ("step_budgets_h200_third",)
 NAMES = (
     "goodput",
     "goodput_1p1d",
@@ -42,7 +51,7 @@ JUDGED = ("median_ttft_ms", "median_tpot_ms")
 
 def rows_of(name: str, result: dict[str, Any], trace: Trace | None) -> Iterator[dict[str, Any]]:
     """Yield each rate of a result, measured and replayed."""
-    profile: Profile = load_profile(CARDS[result["gpus"][0]])
+    profile: Profile = load_profile(str(BEFORE))
     for measured in result["shapes"]:
         shape = shape_of(result, measured["shape"])
         for tried in measured["tried"]:
@@ -56,6 +65,36 @@ def rows_of(name: str, result: dict[str, Any], trace: Trace | None) -> Iterator[
                 "errors": errors,
                 "share_errors": shares,
             }
+
+
+def live_rows_of(name: str, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield each row of a result of `bench.step_budgets_live`, measured and replayed."""
+    cost = CostModel(load_profile(CARDS[result["gpus"][0]]))
+    for measured in result["rows"]:
+        row = Row(measured["load"], measured["tpot_s"], measured["gap_s"], measured["rate"])
+        shape, trace = parse_shape(measured["shape"]), trace_of(row, result["seconds"], 0)
+        outcomes = run(
+            shape,
+            trace,
+            cost,
+            row.tpot_s,
+            RejectPolicy.PREDICT,
+            longest_gap_s=row.gap_s or inf,
+            max_batch=result["max_batch"],
+        )
+        figures = measured["figures"]
+        said = (1e3 * statistics.median(outcomes.ttft_s), 1e3 * statistics.median(outcomes.mean_tbt_s))
+        share = outcomes.served_share_within(TTFT_S, row.tpot_s)
+        yield {
+            "result": name,
+            "gpu": result["gpus"][0],
+            "shape": f"{shape.name} {row.load}",
+            "rate": row.rate,
+            **{key: (figures[key], value) for key, value in zip(JUDGED, said, strict=True)},
+            "shares": ([measured["share"]], [share]),
+            "errors": {key: value / figures[key] - 1 for key, value in zip(JUDGED, said, strict=True)},
+            "share_errors": [share - measured["share"]],
+        }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,18 +117,15 @@ def main() -> None:
     options = parser.parse_args()
     trace = read_trace(options.trace) if options.trace else None
     rows: list[dict[str, Any]] = []
-    for name in NAMES:
-        result = json.loads((RESULTS / f"{name}.json").read_text())
-        if result.get("trace") and trace is None:
-            continue
-        for row in rows_of(name, result, trace if result.get("trace") else None):
-            rows.append(row)
-            cells = "  ".join(
-                f"{key} {row[key][0]:7.1f} / {row[key][1]:7.1f} ({row['errors'][key]:+.0%})" for key in JUDGED
-            )
-            shares = " ".join(f"{error:+.2f}" for error in row["share_errors"])
-            print(f"{name:18} {row['shape']:10} {row['rate']:6.2f}/s  {cells}  shares {shares}", flush=True)
-    found = summary(rows)
+    for row in _every_row(trace):
+        rows.append(row)
+        cells = "  ".join(
+            f"{key} {row[key][0]:7.1f} / {row[key][1]:7.1f} ({row['errors'][key]:+.0%})" for key in JUDGED
+        )
+        shares = " ".join(f"{error:+.2f}" for error in row["share_errors"])
+        name, shape = row["result"], row["shape"]
+        print(f"{name:23} {shape:19} {row['rate']:6.2f}/s  {cells}  shares {shares}", flush=True)
+    found = {**summary(rows), "live": summary([row for row in rows if row["result"] in LIVE])}
     print(json.dumps(found, indent=1))
     if options.out:
         about = {
@@ -97,6 +133,15 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
         }
         options.out.write_text(json.dumps({**about, "errors": found, "rows": rows}, indent=1) + "\n")
+
+
+def _every_row(trace: Trace | None) -> Iterator[dict[str, Any]]:
+    for name in NAMES:
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        if not result.get("trace") or trace is not None:
+            yield from rows_of(name, result, trace if result.get("trace") else None)
+    for name in LIVE:
+        yield from live_rows_of(name, json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 if __name__ == "__main__":

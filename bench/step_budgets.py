@@ -155,6 +155,8 @@ def run(
     cost: CostModel,
     bound_s: float,
     reject: RejectPolicy = RejectPolicy.NONE,
+    longest_gap_s: float = inf,
+    max_batch: float = inf,
 ) -> Outcomes:
     """Serve a trace on the nodes of a shape; each request names its bounds."""
     has_chunk = "@" in shape.name
@@ -167,7 +169,8 @@ def run(
         learns=True,
         chunk_tokens=shape.chunk_tokens if has_chunk else LONGEST_CHUNK,
         step_budgets=shape.has_budgets,
-        slo=Slo(TTFT_S, bound_s),
+        slo=Slo(TTFT_S, bound_s, longest_gap_s),
+        max_batch=max_batch,
         counts_gaps=True,
         decode_caches=True,
     )
