@@ -4,7 +4,8 @@ Decode is fitted by itself. A prompt is a step whose one chunk is all of it: pro
 chunk beside sequences are fitted together. Where no steps were measured, prefill is fitted by itself.
 
 Least squares on relative errors, because a profile is asked about 16 tokens as often as
-about 16,000, with no coefficient under 0: every term is a cost. There are six terms at
+about 16,000; of steps with prompts on errors relative to the square root of the seconds, because
+those are what others wait for. No coefficient is under 0: every term is a cost. There are six terms at
 most, so every choice of those that are left at 0 is tried.
 """
 

@@ -46,6 +46,8 @@ def profile_from_run(run: LiveRun, name: str) -> Profile:
         transfer_fixed_s=known.num_layers * max(0.0, median(map(_after_prefill_s, run.served))),
         dispatch_s=0.0,
         dispatch_token_s=0.0,
+        # one line for all: what a prompt took does not say which kernel attended
+        long_chunk_tokens=0,
         fitted_tokens=0,
     )
     return fitted(make, prefill, decode, Evidence(device="see the cluster's own"))

@@ -34,7 +34,9 @@ from engine.long_chunks import MIN_TOKENS
 from engine.model_store import prepare
 
 MIN_LONG_ROWS = MIN_TOKENS // 2
-"""Tokens from which a chunk after a prefix is computed as a whole prompt is; twice as many without one."""
+"""Tokens from which a chunk after a prefix may be computed as a whole prompt is; twice as many without one.
+
+Up to some thousand after a short one are captured (`engine/cuda_graph.py`), and attended as short chunks."""
 
 COPY_BYTES = 1 << 28
 """Copied from pinned host memory to time the link."""

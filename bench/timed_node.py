@@ -204,7 +204,12 @@ class TimedNode:
         config = config or EngineConfig()
         layout = head_layout(1, 1, 1, info.block_size, "float32")
         pool, device = BlockPool(info.num_blocks), TimedDevice(cost, clock)
-        sizes = config.chunk_tokens, config.sequences(on_gpu=False), info.max_model_len, VOCAB_SIZE
+        sizes = (
+            config.chunk_tokens,
+            config.sequences(on_gpu=cost.profile.launches_ahead),
+            info.max_model_len,
+            VOCAB_SIZE,
+        )
         scheduler = Scheduler(pool, info.block_size, *sizes)
         loop = EngineLoop(device, scheduler, pool, clock, partial(_DeviceThread, device))
         self.cache = TimedCache(

@@ -17,14 +17,23 @@ from engine.expert_load import ExpertCounts
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
-from engine.kernels.decode_parts import FEW_HEADS, PROGRAMS, SCALED_PROGRAMS, KernelPrograms, decode_parts
+from engine.kernels.decode_parts import (
+    FEW_HEADS,
+    MEASURED_MULTIPROCESSORS,
+    MEASURED_ROW_BYTES,
+    OTHER_PROGRAMS,
+    PROGRAMS,
+    SCALED_PROGRAMS,
+    KernelPrograms,
+    decode_parts,
+)
 from engine.kernels.paged_latents import DECODE_PROGRAMS, head_groups
 from engine.kernels.step_inputs import step_inputs
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
 from engine.latent_attention import heads_of
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import make_plans
-from engine.paged_cache import PagedCache
+from engine.paged_cache import CACHE_DTYPES, PagedCache
 from engine.pipeline import Stage, run_stage
 from engine.real_rotary import use_real_rotary
 from engine.step_memory import StepShape, StepViews, carve
@@ -164,8 +173,17 @@ def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> Hea
     config = model.config.get_text_config()
     num_ranks = max(1, (getattr(config, "num_key_value_heads", None) or num_heads) // layout.num_heads)
     widths = layout.num_heads, width, width
-    programs = SCALED_PROGRAMS if cache.has("scale") else PROGRAMS
+    programs = SCALED_PROGRAMS if cache.has("scale") else _programs_of(cache, width)
     return HeadsRead(num_heads // num_ranks, layout.num_heads, programs, widths)
+
+
+def _programs_of(cache: PagedCache, width: int) -> tuple[KernelPrograms, KernelPrograms]:
+    device = cache.tensor.device
+    row_bytes = width * CACHE_DTYPES[cache.layout.fields[0].dtype].itemsize
+    if device.type != "cuda" or row_bytes != MEASURED_ROW_BYTES:
+        return OTHER_PROGRAMS
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return PROGRAMS if count == MEASURED_MULTIPROCESSORS else OTHER_PROGRAMS
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

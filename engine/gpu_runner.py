@@ -183,8 +183,8 @@ class GpuRunner(StepRunner):
     def _long_shape(self, num_tokens: int, num_single: int, num_chunks: int) -> StepShape:
         """Return the shape of a step that is not captured.
 
-        There are few, because kernels are compiled for numbers of sequences: of each that decode together as
-        captured steps have them, with chunks enough that all rows are a power of two.
+        There are few, because kernels are compiled for numbers of sequences. Those that decode are as many as
+        in a captured step, and chunks are added until all rows are a power of two or there is no place.
         """
         singles = next(size for size in self._batches if size >= num_single)
         rows = max(LEAST_ROWS, 1 << (singles + num_chunks - 1).bit_length())
@@ -192,10 +192,10 @@ class GpuRunner(StepRunner):
         return StepShape(padded_tokens(max(num_tokens, singles)), singles, chunks, self._max_blocks)
 
     def _run_long_steps(self) -> None:
-        """Run each kind of step that is not captured once, so that no prompt waits for a compiler.
+        """Run steps that are not captured, so that the first requests wait for no compiler.
 
-        The time of a first prompt is what a node is known by until it has computed more, and beside a first
-        number of sequences compiling took as long as five prompts.
+        The time of a first prompt is what a node is known by until it has computed more. Kernels are compiled
+        for each number of sequences that captured steps have, which takes up to a second.
         """
         most = self._chunk_tokens
         kinds = [(most, prefix, num_single) for prefix in (0, MIN_PREFIX) for num_single in (0, 2)]

@@ -8,11 +8,11 @@ A profile (`profile.py`) is a dozen numbers of one kind of node running one mode
     transfer(tokens)         = latency + tokens bytes / rate
 
 `a` is the linear layers, `b` attention (of few new tokens another kernel's, as in a step with
-chunks), `c` what a small matrix multiplication wastes (half of it at `h` new tokens), `d` the load
-of the prefix from host memory, `x` that of all experts, of which `B` tokens hit a share
-(`base/step_cost.py`). For the paper's cluster they are fitted to ten digitised points, five of
-them 95 % cached, within 4 % (uncached: 1.5 %); for an H200 to our own measurements. FAST'25
-equation 1 has the terms in a and b alone.
+chunks, so that somewhat more of them may take less), `c` what a small matrix multiplication wastes
+(half of it at `h` new tokens), `d` the load of the prefix from host memory, `x` that of all
+experts, of which `B` tokens hit a share (`base/step_cost.py`). For the paper's cluster they are
+fitted to ten digitised points, five of them 95 % cached, within 4 % (uncached: 1.5 %); for an H200
+to our own measurements. FAST'25 equation 1 has the terms in a and b alone.
 
 A profile is never quite right on a live node (another processor, a noisy neighbour), so
 `Corrections` learns each node's measured/predicted ratio, how it goes with size, and the seconds that
@@ -78,7 +78,7 @@ class CostModel:
     def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
         """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
         fixed, linear, square = self._prefill
-        if 0 < new_tokens < self._long_tokens:
+        if 1 < new_tokens < self._long_tokens:  # one is attended as a sequence that decodes
             square = self.step.attention_s(new_tokens, new_tokens)
         small, half, load = self._small
         return (

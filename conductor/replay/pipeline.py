@@ -32,6 +32,7 @@ def grouped(profile: Profile, stages: int) -> Profile:
         prefill_fixed_s=profile.prefill_fixed_s / stages,
         prefill_token_s=profile.prefill_token_s / stages,
         prefill_token2_s=profile.prefill_token2_s / stages,
+        chunk_token2_s=profile.chunk_token2_s / stages,
         prefill_small_s=profile.prefill_small_s / stages,
         prefix_token_s=profile.prefix_token_s / stages,
         transfer_bytes_per_s=profile.transfer_bytes_per_s * stages,

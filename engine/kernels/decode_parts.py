@@ -46,8 +46,14 @@ SCALED_PROGRAMS = KernelPrograms(512), KernelPrograms(512)
 
 One H200, 8 KV heads of 128, equal lengths of 1,090: best at batch 8 are 6 parts (14.9 us, 8 parts 16.3), at
 64 one (69.2 us, two 76.1). 384 are three for each multiprocessor, all of which are under way at once. A whole
-wave of 528 takes 60 ns for each token of a part, and 132, 264, 396 and 512 programs by themselves 23, 32, 37
-and 59 (2026-11-27)."""
+wave of 528 takes 60 ns for each token of a part, and 132, 264, 396 and 400 to 440 programs by themselves 23,
+32, 37 and 50 (2026-11-27)."""
+
+OTHER_PROGRAMS = KernelPrograms(384), KernelPrograms(512)
+"""The same of heads and cards whose waves nobody measured."""
+
+MEASURED_ROW_BYTES, MEASURED_MULTIPROCESSORS = 256, 132
+"""Bytes of a head's row and multiprocessors of a card of which `PROGRAMS` is true."""
 
 LEAST_TOKENS = 64
 """Least length of a part."""
@@ -75,9 +81,9 @@ def num_items(num_seqs: int, num_kv_heads: int, programs: KernelPrograms = PROGR
 
 def _equal_cost(num_programs: int, programs: KernelPrograms) -> float:
     """Return what programs of equal parts cost, for each token of a part."""
-    full, rest = divmod(num_programs, programs.wave)
+    rest = (num_programs - 1) % programs.wave + 1
     each = -(-rest * len(programs.alone) // programs.wave)
-    return full * programs.wave + (max(programs.alone[each - 1], rest) if rest else 0)
+    return num_programs - rest + max(programs.alone[each - 1], rest)
 
 
 def decode_parts(
@@ -127,17 +133,18 @@ def _waves_cost(
     ALONE_4: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Return what the waves of these parts cost, in tokens of a program of a whole wave."""
+    """Return what the waves of these parts cost: tokens times programs of a whole wave.
+
+    Whole waves take as long as their mean part, and the last one as its longest."""
     num_parts = tl.sum(counts, 0)
     extra = tl.where(num_parts > tl.sum((lens > 0).to(tl.int32), 0), CUT, 0)
     mean = (tl.cdiv(tl.sum(lens, 0), tl.maximum(num_parts, 1)) + extra).to(tl.int64)
     longest = (tl.max(tl.cdiv(lens, tl.maximum(counts, 1)), 0) + extra).to(tl.int64)
     num_programs = num_parts * num_heads
-    rest = num_programs % WAVE
+    rest = (num_programs + WAVE - 1) % WAVE + 1
     each = tl.cdiv(rest * EACH, WAVE)
     alone = tl.where(each == 1, ALONE_1, tl.where(each == 2, ALONE_2, tl.where(each == 3, ALONE_3, ALONE_4)))
-    last = tl.where(rest > 0, tl.maximum(longest * alone, mean * rest), 0)
-    cost = mean * (num_programs - rest) + last
+    cost = mean * (num_programs - rest) + tl.maximum(longest * alone, mean * rest)
     return tl.where(num_parts <= num_items, cost, 1 << 62)
 
 

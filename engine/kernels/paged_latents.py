@@ -54,7 +54,7 @@ DECODE_TILES = LatentTiles(heads=16, rows=16, tokens=64, num_warps=8, num_stages
 DEEP_STAGES = 5
 """Stages of the same where the device's shared memory has room for three tiles, which are then under way."""
 DECODE_PROGRAMS = KernelPrograms(132, 132, (132,))
-"""Programs among which all contexts are divided: one for each multiprocessor, whatever the others do.
+"""Programs among which all contexts are divided: a wave has one for each multiprocessor.
 
 One H200, 16 heads, latents of 512, contexts of 1,090 tokens: 64 sequences take 38 us, with 512 programs, four
 warps and two stages 49; 256 sequences 103 and 125; one sequence of 32,000 tokens 47 and 66."""

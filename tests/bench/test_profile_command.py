@@ -2,18 +2,20 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from base.clock import SystemClock
 from base.config import EngineConfig
-from bench import engine_shapes
+from bench import engine_shapes, profile_log
 from bench.profile_command import SHAPES, make_parser, print_profile
 from bench.profile_fit import Measured, MeasuredStep, with_steps
 from bench.profile_run import Grid, make_profile, measure
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import profile_json
 from conductor.profiles.reader import load_profile
+from conductor.replay.pipeline import grouped
 from engine.build import assemble_engine
 from engine.model import PagedModel
 from engine.quantized_weight import Quantization
@@ -99,6 +101,36 @@ def test_what_prompts_and_steps_take_is_found() -> None:
     for point in found.evidence.prefill:
         # in closed form nothing is padded
         assert point.predicted_s == pytest.approx(point.measured_s, rel=1e-3)
+
+
+def test_a_profile_of_a_log_predicts_as_it_was_fitted(monkeypatch) -> None:
+    known = load_profile("h200-llama8b")
+    assert known.long_chunk_tokens, "or attention of short chunks would be no other"
+    prefill = [
+        Measured(tokens, prefix, 0.002 + 2e-5 * tokens + 4e-10 * tokens * (tokens + 2 * prefix))
+        for tokens in (100, 400, 900, 3000)
+        for prefix in (0, 4000, 16_000)
+    ]
+    decode = [Measured(batch, 2_000, 0.005 + 1e-5 * batch) for batch in range(1, 13)]
+    monkeypatch.setattr(profile_log, "prefill_points", lambda served: prefill)
+    monkeypatch.setattr(profile_log, "decode_points", lambda served: decode)
+    monkeypatch.setattr(profile_log, "_after_prefill_s", lambda request: 0.0)
+    run = SimpleNamespace(served=[None], shared=SimpleNamespace(profile=known))
+    for point in profile_log.profile_from_run(run, "fitted").evidence.prefill:
+        assert point.predicted_s == pytest.approx(point.measured_s, rel=1e-6)
+
+
+def test_stages_share_the_attention_of_short_chunks_as_all_else() -> None:
+    known = load_profile("h200-llama8b")
+    one, four = CostModel(known), CostModel(grouped(known, 4))
+    for tokens, prefix in ((200, 30_000), (960, 24_576), (8192, 0)):
+        assert four.prefill_s(tokens, prefix) == pytest.approx(one.prefill_s(tokens, prefix) / 4, rel=0.01)
+
+
+def test_one_token_after_a_long_prefix_is_attended_as_one_that_decodes() -> None:
+    known = replace(load_profile("h200-llama8b"), prefix_token_s=0.0)
+    cost = CostModel(known)
+    assert cost.prefill_s(1, 99_999) < 1.5 * cost.decode_step_s(1, 100_000)
 
 
 def test_a_kernel_that_is_slow_at_some_lengths_makes_long_prompts_no_slower() -> None:

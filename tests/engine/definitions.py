@@ -158,10 +158,10 @@ def waves_cost(
     extra = CUT_TOKENS if sum(counts) > sum(length > 0 for length in lens) else 0
     mean = -(-sum(lens) // sum(counts)) + extra
     longest = max(-(-length // max(count, 1)) for length, count in zip(lens, counts, strict=True)) + extra
-    full, rest = divmod(sum(counts) * num_kv_heads, programs.wave)
+    num_programs = sum(counts) * num_kv_heads
+    rest = (num_programs - 1) % programs.wave + 1
     each = -(-rest * len(programs.alone) // programs.wave)
-    last = max(longest * programs.alone[each - 1], mean * rest) if rest else 0
-    return mean * full * programs.wave + last
+    return mean * (num_programs - rest) + max(longest * programs.alone[each - 1], mean * rest)
 
 
 def merge_part_definition(

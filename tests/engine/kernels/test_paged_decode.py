@@ -210,6 +210,12 @@ def test_no_last_wave_of_a_few_programs_is_waited_for(num_seqs: int, length: int
     assert counts_of([length] * num_seqs) == [num_parts] * num_seqs
 
 
+def test_a_long_context_among_latents_is_cut_though_whole_waves_would_be_filled_without() -> None:
+    lens = torch.tensor([3590] * 65 + [31_509], dtype=torch.int32)
+    found = decode_parts_definition(lens, 8, DECODE_PROGRAMS)
+    assert found[num_items(66, 8, DECODE_PROGRAMS) :][65] >= 4
+
+
 def test_latents_that_fill_a_wave_begin_no_second_one() -> None:
     lens = torch.full((8,), 4096, dtype=torch.int32)
     found = decode_parts_definition(lens, 1, DECODE_PROGRAMS)
