@@ -50,7 +50,7 @@ wave of 528 takes 60 ns for each token of a part, and 132, 264, 396 and 400 to 4
 32, 37 and 50 (2026-11-27)."""
 
 OTHER_PROGRAMS = KernelPrograms(384), KernelPrograms(512)
-"""The same of heads and cards whose waves nobody measured."""
+"""Programs for heads and cards whose waves nobody measured; see `PROGRAMS`."""
 
 MEASURED_ROW_BYTES, MEASURED_MULTIPROCESSORS = 256, 132
 """Bytes of a head's row and multiprocessors of a card of which `PROGRAMS` is true."""

@@ -108,10 +108,10 @@ def test_a_profile_of_a_log_predicts_as_it_was_fitted(monkeypatch) -> None:
     assert known.long_chunk_tokens, "or attention of short chunks would be no other"
     prefill = [
         Measured(tokens, prefix, 0.002 + 2e-5 * tokens + 4e-10 * tokens * (tokens + 2 * prefix))
-        for tokens in (100, 400, 900, 3000)
-        for prefix in (0, 4000, 16_000)
+        for tokens in (100, 400, 700, 900, 1500, 3000)
+        for prefix in (0, 1000, 4000, 16_000)
     ]
-    decode = [Measured(batch, 2_000, 0.005 + 1e-5 * batch) for batch in range(1, 13)]
+    decode = [Measured(batch, 2_000, 0.005 + 1e-5 * batch) for batch in range(1, 25)]
     monkeypatch.setattr(profile_log, "prefill_points", lambda served: prefill)
     monkeypatch.setattr(profile_log, "decode_points", lambda served: decode)
     monkeypatch.setattr(profile_log, "_after_prefill_s", lambda request: 0.0)
