@@ -88,7 +88,8 @@ class ClusterView:
         self.mean_prefill_s = 0.0
         """Predicted seconds of a prompt, on a node that does nothing else, over those placed lately."""
         self.prefill_demand = FadingRate()
-        """Predicted seconds of prefill placed a second, of nodes that do nothing else."""
+        """Predicted seconds of prefill placed a second, of nodes that do nothing else. What a step takes for any
+        prompt is left out: several share it."""
         self._cost = cost
         self._nodes: dict[NodeId, NodeState] = {}
         self._in_flight: dict[RequestId, InFlight] = {}
@@ -238,10 +239,8 @@ class ClusterView:
         tbt_slo_s = mean_s if mean_s < longest_s else longest_s
         context_tokens, peak_tokens = num_tokens + int(output_tokens / 2), num_tokens + output_tokens
         decode_from_s = now_s + placement.predicted_ttft_s
-        handoff_s = 0.0
-        if decode is not prefill:
-            moved_tokens = num_tokens - placement.decode_matched_blocks * self.block_size
-            handoff_s = self._cost.transfer_s(moved_tokens)
+        moved_tokens = num_tokens - placement.decode_matched_blocks * self.block_size
+        handoff_s = self._cost.transfer_s(moved_tokens) if decode is not prefill else 0.0
         # by position: one is made for each request
         flight = self._in_flight[request.request_id] = InFlight(
             prefill,
@@ -257,7 +256,8 @@ class ClusterView:
             request.max_tokens > 0,
         )
         self.num_in_flight += 1
-        self.prefill_demand.add(alone_s, now_s)
+        shared_s = self._cost.profile.prefill_fixed_s * prefill.learned.prefill.ratio
+        self.prefill_demand.add(max(0.0, alone_s - shared_s), now_s)
         self.mean_prefill_s += (PROMPT_GAIN if self.mean_prefill_s else 1.0) * (alone_s - self.mean_prefill_s)
         self._note_missed(request, placement.matched_blocks)
         self._join_queue(flight, now_s + placement.fetch_s)

@@ -9,6 +9,7 @@ else: no drain, no reload; what the node has goes on, and its blocks are found w
     load of the decode pool = (sum over all nodes of what they decode, as a share of what its bounds and their
                               blocks allow / BORNE) / its nodes
 
+Seconds that a step takes for any prompt are left out: several short prompts share them.
 What a node computes does not wait: one prompt of 60,000 tokens is no queue, however long it takes.
 
 The more loaded pool bounds goodput. So a node drifts to it where, at the best split, the more loaded of both

@@ -1,9 +1,13 @@
 """Role changes: a node drifts to the more loaded pool where that is less loaded after, and only there."""
 
+from dataclasses import replace
+
 import pytest
 
 from base.request import NodeId, Role, Slo
 from base.step_budget import KEPT_MEAN
+from conductor.placing.cost_model import CostModel
+from conductor.placing.fading_rate import FADES_S
 from conductor.placing.roles import HOLD_S, STEP_S, RoleController, decode_demand
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -48,6 +52,19 @@ def test_a_decode_node_prefers_prompts_within_seconds_when_those_pile_up():
     assert found[0][1] is Role.PREFILL
     assert STEP_S + HOLD_S <= found[0][0] <= 4
     assert view.prefill_mask.bit_count() > 2
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 0.5])
+def test_what_a_step_takes_for_any_prompt_is_shared_by_those_that_come_together(fixed_s):
+    cost = CostModel(replace(COST.profile, prefill_fixed_s=fixed_s))
+    view = make_view(2, 4, cost)
+    for number in range(100):
+        request = make_request(f"p{number}", blocks=1, first_block=100 * number, max_tokens=1)
+        view.placed(request, require_placement(place(request, view, cost, 0.0, UNREFUSED)), 0.0)
+    without = CostModel(replace(COST.profile, prefill_fixed_s=0.0)).prefill_s(
+        make_request(blocks=1).num_tokens, 0
+    )
+    assert view.prefill_demand.at(0.0) == pytest.approx(100 * without / FADES_S, rel=0.01)
 
 
 def test_a_prefill_node_prefers_to_decode_when_steps_come_near_their_bounds():
