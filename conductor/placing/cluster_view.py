@@ -88,8 +88,8 @@ class ClusterView:
         self.mean_prefill_s = 0.0
         """Predicted seconds of a prompt, on a node that does nothing else, over those placed lately."""
         self.prefill_demand = FadingRate()
-        """Predicted seconds of prefill placed a second, of nodes that do nothing else. What a step takes for any
-        prompt is left out: several share it."""
+        """Predicted seconds of prefill placed a second, of nodes that do nothing else. What a step takes for
+        any prompt is left out: several share it."""
         self._cost = cost
         self._nodes: dict[NodeId, NodeState] = {}
         self._in_flight: dict[RequestId, InFlight] = {}
