@@ -113,7 +113,8 @@ def with_steps(profile: Profile, prefill: Sequence[Measured], steps: Sequence[Me
 
     Args:
         profile: It has the lengths that steps are padded to, and what decode takes.
-        prefill: Prompts that were each computed in one step, whose prefix was where attention reads it.
+        prefill: Prompts, at least one, that were each computed in one step, whose prefix was where attention
+            reads it.
         steps: Those with a chunk.
     """
     if not steps:
@@ -130,7 +131,7 @@ def with_steps(profile: Profile, prefill: Sequence[Measured], steps: Sequence[Me
         known,
         prefill=_points(prefill, cost.prefill_s),
         steps=tuple(_step_point(item, cost) for item in steps),
-        prefill_left_out_error=statistics.fmean(errors[: len(prompts)] or [0.0]),
+        prefill_left_out_error=statistics.fmean(errors[: len(prompts)]),
         steps_left_out_error=statistics.fmean(errors[len(prompts) :]),
         worst_left_out_error=max(known.worst_left_out_error, *errors),
     )
