@@ -20,13 +20,14 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
+from base.attach import WAKE_DELAY_S
 from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role
 from base.step_budget import GapBounds
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import bare_node
-from conductor.placing.roles import STEP_S, RoleController
+from conductor.placing.roles import STEP_S, RoleChange, RoleController
 from conductor.placing.scheduler import place
 from conductor.replay.block_cache import make_cache
 from conductor.replay.cluster_options import ClusterOptions, NodeSpec
@@ -217,13 +218,19 @@ class SimCluster:
         in_control = self._conductors[0]
         change = roles.step(self.view, self.now_s, in_control.waiting_s)
         if change is not None:
-            self.view.set_roles(change.node_id, frozenset({change.role}), self.now_s)
-            self.outcomes.role_changes += 1
-            if self._reports is not None:
-                self._reports.changed(change.node_id, 0, self.now_s)
-            in_control.pump(self.now_s)
+            self._at(self.now_s + WAKE_DELAY_S, self._has_role, change)
         if self._is_busy:
             self._at(self.now_s + STEP_S, self._step_roles, roles)
+
+    def _has_role(self, change: RoleChange) -> None:
+        """Hear from a node that it has the role that it was given."""
+        if not self.view.is_member(change.node_id):
+            return
+        self.view.set_roles(change.node_id, frozenset({change.role}), self.now_s)
+        self.outcomes.role_changes += 1
+        if self._reports is not None:
+            self._reports.changed(change.node_id, 0, self.now_s)
+        self._conductors[0].pump(self.now_s)
 
     def _sample(self) -> None:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
@@ -254,7 +261,7 @@ class SimCluster:
         placement = request.placement
         request.waits_for = 1
         self._in_flight[request] = None
-        request.order = self._num_begun = self._num_begun + 1
+        request.order = self._next_order()
         node = self._nodes[placement.prefill_node]
         if placement.source_node is not None:
             self._fetch(request, node, self._nodes[placement.source_node])
@@ -399,15 +406,22 @@ class SimCluster:
         request.join_s = 0.0 if stays else profile.join_s
         if request.tokens_left <= 1:
             self._finished(request, now_s)
-        elif profile.start_s and not stays:
+        elif stays:
+            node.engine.join(request, now_s)
+        elif profile.start_s:
             self._at(now_s + profile.start_s, self._started, request, request.request_id)
         else:
-            node.engine.join(request, now_s)
+            self._started(request, request.request_id)
 
     def _started(self, request: SimRequest, attempt: RequestId) -> None:
         """Let a sequence decode. If its node died meanwhile, its first token is made twice."""
         if request.request_id == attempt:
+            request.order = self._next_order()
             self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
+
+    def _next_order(self) -> int:
+        self._num_begun += 1
+        return self._num_begun
 
     def _finished(self, request: SimRequest, now_s: float) -> None:
         del self._in_flight[request]

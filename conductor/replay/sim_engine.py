@@ -187,8 +187,8 @@ class SimEngine:
         self._queue.clear()
         self._prompts.clear()
         self._chunks.clear()
-        self._prompt_tokens = 0
-        self._steps = 0
+        self._prompt_tokens = self._steps = 0
+        self._is_cut = False
         self._version += 1
         return everyone
 
@@ -201,12 +201,11 @@ class SimEngine:
 
     def _came(self, now_s: float, is_prompt: bool) -> None:
         """Let what just came be in the first step that is not launched yet."""
-        if self._is_between_steps:
+        if self._is_between_steps or self._is_cut:
             return
-        if not self._steps:
-            self._plan(now_s)
-            return
-        if self._is_cut:
+        if not self._steps:  # what comes at the same moment is in the same step
+            self._is_cut = True
+            self._schedule(now_s, self._begin_again, self._version, now_s)
             return
         steps = self._num_begun(now_s)
         is_first = self._launches_ahead and len(self._queue) + len(self.joining) == 1
@@ -222,6 +221,10 @@ class SimEngine:
         self._launched_steps = max(0, steps - self._steps)
         if steps < self._steps:
             self._begin(steps)
+
+    def _begin_again(self, version: int, now_s: float) -> None:
+        if version == self._version:
+            self._plan(now_s)
 
     def _begin(self, steps: int) -> None:
         """Let the segment have so many steps, and schedule its end."""
@@ -242,11 +245,10 @@ class SimEngine:
             launched = 0
             if self._batch > 1:
                 self._make_room()
-            if self.joining:
-                self._admit()
             if self._queue or self._prompts:
                 self._take_chunks(now_s)
             else:
+                self._admit()
                 self._num_starved = 0
         batch = self._batch
         if self._chunks:
@@ -256,10 +258,9 @@ class SimEngine:
             self._growth_s = self._token_s * batch
             self._beside_s = self._joined_s
             steps = launched or (1 if self._joined_s else self._num_alike())
-            asleep = self._num_put_off
-            if not self._launches_ahead:  # it asks anew when it has learned something
-                asleep = min(asleep, OBSERVED_STEPS - self._num_stepped % OBSERVED_STEPS)
-            self._begin(min(steps, asleep) if asleep else steps)
+            if asleep := self._num_put_off:  # one that does not launch ahead asks anew before each step
+                steps = min(steps, asleep if self._launches_ahead else 1)
+            self._begin(steps)
         self._joined_s = 0.0
 
     def _num_alike(self) -> int:
@@ -311,6 +312,7 @@ class SimEngine:
     def _take_chunks(self, now_s: float) -> None:
         """Set what the next step computes of prompts, letting in those that fit."""
         if not self._chunk_tokens:
+            self._admit()
             request = self._let_in(now_s)
             self._chunks.append((request, request.num_tokens - request.computed_tokens))
             return
@@ -318,11 +320,16 @@ class SimEngine:
         self._budget = step.tokens_left
         for request in self._prompts:
             self._take_chunk(request, step)
-        while self._queue and not step.is_full and self._has_place:
-            held = self._context_tokens + self._prompt_tokens
-            if held and held + self._queue[0].num_tokens > self.capacity_tokens:
+        queue, joining = self._queue, self.joining
+        while queue and not step.is_full and self._has_place:
+            if joining and joining[0].order < queue[0].order and self._enter(joining[0]):
+                joining.popleft()
+                continue
+            held = self._context_tokens + self._prompt_tokens + sum(map(_context, joining))
+            if held and held + queue[0].num_tokens > self.capacity_tokens:
                 break
             self._take_chunk(self._let_in(now_s), step)
+        self._admit()
         self._num_put_off = step.num_passed
         if not step.num_passed:
             self._num_starved = 0
@@ -349,14 +356,8 @@ class SimEngine:
             return BudgetedStep(most)
         ratio = self._correction.ratio
         empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)
-        load = DecodeLoad(batch, context_tokens, *self._slack.left_s(self._step, empty_s, now_s))
-        for mean_left_s, longest_left_s, saving_s in self._slack.left_to_waiting_s(
-            self.joining, empty_s, now_s
-        ):
-            if mean_left_s < load.mean_left_s:
-                load = load._replace(mean_left_s=mean_left_s, saving_s=saving_s)
-            if longest_left_s < load.longest_left_s:
-                load = load._replace(longest_left_s=longest_left_s)
+        left_s = self._slack.left_s(self._step, empty_s, now_s, self.joining)
+        load = DecodeLoad(batch, context_tokens, *left_s)
         return BudgetedStep(most, self._budget_cost, load, self._num_starved, ratio(True))
 
     def _let_in(self, now_s: float) -> SimRequest:
@@ -377,7 +378,7 @@ class SimEngine:
         self._slack.stepped()
         if self._budget_cost is not None:
             self._measured(steps)
-        if self._num_put_off and not self._chunks:
+        if self._num_put_off:
             self._num_starved += steps
         if self._chunks:
             self.busy_s += now_s - self._started_at_s

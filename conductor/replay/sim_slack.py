@@ -11,7 +11,7 @@ heap for each bound has it at its top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from math import inf
 
@@ -59,45 +59,33 @@ class BatchSlack:
         """Note that those who joined have had a step."""
         self._joined_by_s = inf
 
-    def left_s(self, step: int, empty_s: float, now_s: float) -> tuple[float, float, float]:
-        """Return mean_left_s, longest_left_s and saving_s of `DecodeLoad`, after so many steps."""
+    def left_s(
+        self, step: int, empty_s: float, now_s: float, waiting: Iterable[SimRequest]
+    ) -> tuple[float, float, float]:
+        """Return mean_left_s, longest_left_s and saving_s of `DecodeLoad`, after so many steps.
+
+        `waiting`: those who decode as soon as there is place for them.
+        """
         mean_left_s, saving_s = inf, 0.0
-        while (found := self._first_due(step)) is not None:
+        while (found := self._first_due(step, waiting)) is not None:
             due_s, mean_s, request = found
-            gaps_left = max(1, request.finish_step - step)
-            if not is_lost(due_s - now_s, gaps_left, mean_s, empty_s):
+            steps_left = request.finish_step - step if request.join_number else request.steps_left
+            if not is_lost(due_s - now_s, max(1, steps_left), mean_s, empty_s):
                 mean_left_s, saving_s = due_s - now_s, KEPT_MEAN * mean_s - empty_s
                 break
             request.is_mean_lost = True
-            self._num_unbounded += request.gap_bounds.longest_s == inf
+            if request.join_number:
+                self._num_unbounded += request.gap_bounds.longest_s == inf
         longest_left_s = self._joined_by_s - now_s
         if self._longest:
             longest_left_s = min(longest_left_s, KEPT_LONGEST * min(self._longest))
         if self._num_unbounded:
             longest_left_s = min(longest_left_s, target_gap_s(empty_s))
+        for request in waiting:
+            longest_left_s = min(longest_left_s, _waiting_left_s(request, empty_s, now_s))
         return mean_left_s, longest_left_s, saving_s
 
-    def left_to_waiting_s(
-        self, waiting: Iterable[SimRequest], empty_s: float, now_s: float
-    ) -> Iterator[tuple[float, float, float]]:
-        """Yield the same of each sequence that decodes as soon as there is place for it."""
-        for request in waiting:
-            bounds, mean_left_s, saving_s = request.gap_bounds, inf, 0.0
-            if bounds.mean_s != inf and not request.is_mean_lost:
-                num_gaps = request.tokens_left - 1 - request.steps_left
-                left_s = request.prefilled_at_s + KEPT_MEAN * bounds.mean_s * (num_gaps + 1) - now_s
-                if is_lost(left_s, max(1, request.steps_left), bounds.mean_s, empty_s):
-                    request.is_mean_lost = True
-                else:
-                    mean_left_s, saving_s = left_s, KEPT_MEAN * bounds.mean_s - empty_s
-            longest_left_s = inf
-            if bounds.longest_s != inf:
-                longest_left_s = request.token_at_s + KEPT_LONGEST * bounds.longest_s - now_s
-            elif bounds.mean_s == inf or request.is_mean_lost:
-                longest_left_s = target_gap_s(empty_s)
-            yield mean_left_s, longest_left_s, saving_s
-
-    def _first_due(self, step: int) -> tuple[float, float, SimRequest] | None:
+    def _first_due(self, step: int, waiting: Iterable[SimRequest]) -> tuple[float, float, SimRequest] | None:
         """Return when the first token after `step` is due, by which bound, and whose it is."""
         best: tuple[float, float, SimRequest] | None = None
         for mean_s, heap in self._heaps.items():
@@ -107,4 +95,19 @@ class BatchSlack:
                 due_s = heap[0][0] + KEPT_MEAN * mean_s * step
                 if best is None or due_s < best[0]:
                     best = (due_s, mean_s, heap[0][2])
+        for request in waiting:
+            mean_s = request.gap_bounds.mean_s
+            if mean_s != inf and not request.is_mean_lost:
+                num_gaps = request.tokens_left - 1 - request.steps_left
+                due_s = request.prefilled_at_s + KEPT_MEAN * mean_s * (num_gaps + 1)
+                if best is None or due_s < best[0]:
+                    best = (due_s, mean_s, request)
         return best
+
+
+def _waiting_left_s(request: SimRequest, empty_s: float, now_s: float) -> float:
+    """Return how long a sequence that waits for its place can wait by a bound on the longest gap."""
+    bounds = request.gap_bounds
+    if bounds.longest_s != inf:
+        return request.token_at_s + KEPT_LONGEST * bounds.longest_s - now_s
+    return target_gap_s(empty_s) if bounds.mean_s == inf or request.is_mean_lost else inf

@@ -442,7 +442,7 @@ class Dispatcher:
         for later in state.mailbox.take_tokens():
             tokens, finish_reason = tokens + later.tokens, later.finish_reason
         if tokens:
-            gap_s = state.decoded(len(tokens))
+            gap_s = state.decoded()
             for observer in self._observers:
                 observer.next_tokens(gap_s, len(tokens))
         return state.add(tokens, finish_reason)

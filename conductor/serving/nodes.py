@@ -53,6 +53,10 @@ class Mailbox:
         """The node's message for which `next` raised an error."""
         self.has_heard = False
         """A node has said something of the request, be it that it failed."""
+        self.tokens_at_s = self.joined_at_s = 0.0
+        """When the last `Tokens` came, and the first, on the loop's clock: a pause has them read later."""
+        self.num_joined = 0
+        """Tokens in the first `Tokens`."""
 
     def put(self, item: FromNode) -> None:
         if self._when_reserved is not None and isinstance(item, Reserved):
@@ -60,10 +64,17 @@ class Mailbox:
             call(item)
             return
         self._arrived.append(item)
+        if isinstance(item, Tokens):
+            self._note_tokens(item)
         if not (isinstance(item, Tokens) and item.finish_reason is None):
             self._is_urgent = True
         if not self._is_paused or self._is_urgent:
             self._wake()
+
+    def _note_tokens(self, item: Tokens) -> None:
+        self.tokens_at_s = asyncio.get_running_loop().time()
+        if not self.num_joined:
+            self.joined_at_s, self.num_joined = self.tokens_at_s, len(item.tokens)
 
     def when_reserved(self, call: Callable[[Reserved], None]) -> None:
         """Hand `Reserved` to `call` as it comes, and not to `next`."""

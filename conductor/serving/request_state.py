@@ -55,8 +55,7 @@ class RequestState:
         self._reserved_s: float | None = None
         self._ttft_s: float | None = None
         self._first_at_s = self._last_at_s = 0.0
-        # when tokens first came after the first one, and how many there were then
-        self._joined_at_s, self._num_joined = 0.0, 0
+        self._came_at_s = 0.0  # the last that was read, from its node
 
     def begin_attempt(self) -> None:
         """Start afresh: a late message of the attempt before must not be taken for ours."""
@@ -66,7 +65,6 @@ class RequestState:
         self.mailbox = Mailbox()
         self._num_tokens_before = len(self.generated)
         self._prefilled = self._ttft_s = self._reserved_s = None
-        self._num_joined = 0
 
     def placed(self) -> None:
         """Note that the attempt was placed."""
@@ -106,11 +104,10 @@ class RequestState:
         """Seconds since tokens last came."""
         return self._clock.now_s() - self._last_at_s
 
-    def decoded(self, num_tokens: int) -> float:
-        """Note that so many tokens came; return the seconds since those before."""
+    def decoded(self) -> float:
+        """Note that all tokens that came were read; return the seconds since those before."""
         gap_s, self._last_at_s = self._clock.now_s() - self._last_at_s, self._clock.now_s()
-        if not self._num_joined:
-            self._joined_at_s, self._num_joined = self._last_at_s, 1 + num_tokens
+        self._came_at_s = self.mailbox.tokens_at_s
         return gap_s
 
     def actual(self, end: str) -> Actual:
@@ -126,8 +123,9 @@ class RequestState:
         if prefilled is None:
             return whole
         times = prefilled.times
-        num_gaps, num_steps = num_tokens - 1, num_tokens - self._num_joined
-        has_steps = self._num_joined and num_steps > 0
+        joined = self.mailbox
+        num_gaps, num_steps = num_tokens - 1, num_tokens - 1 - joined.num_joined
+        has_steps = joined.num_joined and num_steps > 0
         return whole._replace(
             ttft_s=self._ttft_s,
             queue_s=times.queue_s,
@@ -137,7 +135,7 @@ class RequestState:
             transfer_s=times.transfer_s,
             num_chunks=times.num_chunks,
             mean_tbt_s=(self._last_at_s - self._first_at_s) / num_gaps if num_gaps > 0 else None,
-            mean_step_s=(self._last_at_s - self._joined_at_s) / num_steps if has_steps else None,
+            mean_step_s=(self._came_at_s - joined.joined_at_s) / num_steps if has_steps else None,
             num_cached_tokens=prefilled.num_cached_tokens,
             num_output_tokens=num_tokens,
         )

@@ -140,7 +140,7 @@ def test_chunks_that_are_computed_are_found_while_the_rest_of_their_prompt_is_no
 
 
 def test_prompts_share_the_steps_of_a_prefill_node_that_has_chunks() -> None:
-    rows = [TraceRequest(0.0, 200, 2, [number]) for number in range(3)]
+    rows = [TraceRequest(at_s, 200, 2, [number]) for number, at_s in enumerate((0.0, 0.001, 0.001))]
     trace = Trace("three", 512, rows)
     ttft_s = run(trace, "1P1D", chunk_tokens=512).outcomes.ttft_s
     # the first was alone in its step, the others had one together

@@ -140,6 +140,20 @@ def test_past_capacity_the_same_requests_are_refused_in_simulation_as_were_live(
     assert {names[each.number] for each in outcomes.refused} == refused
 
 
+@pytest.mark.parametrize(("workload", "rate"), [(shifting, 24.0), (bursts, 24.0), (even, 40.0)])
+def test_every_request_goes_in_simulation_as_it_went_live_while_roles_change(tmp_path, workload, rate):
+    live = run_of(tmp_path, Served(), rate, 600, workload)
+    outcomes = simulated(live, STUB).outcomes
+    assert outcomes.role_changes > 0
+    names = [made.asked.request_id for made, _ in live.arrivals()]
+    rows = zip(outcomes.number, outcomes.ttft_s, outcomes.mean_tbt_s, strict=True)
+    found = {names[number]: (ttft_s, gap_s) for number, ttft_s, gap_s in rows}
+    assert found.keys() == {request.made.asked.request_id for request in live.served}
+    for request in live.served:
+        expected = request.actual.ttft_s, request.actual.mean_tbt_s or 0.0
+        assert found[request.made.asked.request_id] == pytest.approx(expected, abs=5e-4)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("workload", "rate"), [(even, 16.0), (shifting, 16.0), (shifting, 24.0), (bursts, 24.0)]

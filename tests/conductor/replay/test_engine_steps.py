@@ -53,6 +53,7 @@ BOUNDS = {
     ),
 }
 Bounds = tuple[GapBounds, ...]
+NOBODY: frozenset[int] = frozenset()
 Times = dict[int, tuple[float, float]]
 """When each request had its first token and its last."""
 
@@ -67,8 +68,18 @@ def random_rows(seed: int, longest_output: int = 60) -> list[TraceRequest]:
     return rows
 
 
+def handed_over(rows: list[TraceRequest], seed: int) -> frozenset[int]:
+    """Return the numbers of those that come with their KV and a first token: half of all that can."""
+    rng = random.Random(seed)
+    return frozenset(n for n, row in enumerate(rows) if rng.random() < 0.5 and row.output_tokens > 1)
+
+
 def simulated(
-    rows: list[TraceRequest], cost: CostModel, bounds: Bounds = (UNBOUNDED_GAPS,), max_batch: int = 1_000
+    rows: list[TraceRequest],
+    cost: CostModel,
+    bounds: Bounds = (UNBOUNDED_GAPS,),
+    max_batch: int = 1_000,
+    handed: frozenset[int] = NOBODY,
 ) -> tuple[Times, list[SimRequest]]:
     events = Events()
     times: Times = {}
@@ -91,11 +102,19 @@ def simulated(
         times[request.number] = (request.first_token_s, now_s)
         ended.append(request)
 
+    def came(request: SimRequest, now_s: float) -> None:
+        if request.number in handed:
+            request.first_token_s = request.token_at_s = request.prefilled_at_s = now_s
+            engine.join(request, now_s)
+        else:
+            engine.add(request, now_s)
+
     engine = SimEngine(cost, CHUNK, events.at, start, computed, finished, max_batch=max_batch)
     for number, row in enumerate(rows):
         request = SimRequest(row, number)
         request.gap_bounds = bounds[number % len(bounds)]
-        events.at(row.arrival_s, engine.add, request, row.arrival_s)
+        request.order = number
+        events.at(row.arrival_s, came, request, row.arrival_s)
     while events.next_s < float("inf"):
         events.run_next()
     return times, ended
@@ -108,10 +127,15 @@ def seconds_of(plan: StepPlan, cost: CostModel) -> float:
 
 
 def by_the_engine(
-    rows: list[TraceRequest], cost: CostModel, bounds: Bounds = (UNBOUNDED_GAPS,), max_batch: int = 1_000
+    rows: list[TraceRequest],
+    cost: CostModel,
+    bounds: Bounds = (UNBOUNDED_GAPS,),
+    max_batch: int = 1_000,
+    handed: frozenset[int] = NOBODY,
 ) -> tuple[Times, Scheduler]:
     """Run the engine's scheduler as `EngineLoop` does; on a GPU a second step goes before the first lands."""
-    scheduler = Scheduler(BlockPool(20_000), 16, CHUNK, max_batch, 100_000)
+    pool = BlockPool(20_000)
+    scheduler = Scheduler(pool, 16, CHUNK, max_batch, 100_000)
     scheduler.step_cost = cost.step
     arrivals = deque(enumerate(rows))
     first_s: dict[int, float] = {}
@@ -133,6 +157,12 @@ def by_the_engine(
             prompt = [number] * row.num_tokens
             sequence = make_sequence(str(number), prompt, row.output_tokens, arrived_at_s=now_s)
             sequence.gap_bounds = bounds[number % len(bounds)]
+            if number in handed:
+                sequence.token_ids.append(0)
+                sequence.num_computed_tokens = row.num_tokens
+                sequence.block_table = pool.allocate(-(-row.num_tokens // 16))
+                sequence.had_token(now_s)
+                first_s[number] = now_s
             scheduler.add(sequence)
         elif flights:
             plan, now_s, seconds = flights.popleft()
@@ -166,13 +196,36 @@ def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(
         assert found[number] == pytest.approx(pair, abs=1e-9), number
 
 
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+@pytest.mark.parametrize(
+    "cost", [GPU, CPU, UNFORESEEN], ids=["launched ahead", "one after the other", "unforeseen"]
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_handed_over_decodes_beside_prompts_as_the_engines_own_scheduler_has_it(
+    seed: int, cost: CostModel, bounds: Bounds
+) -> None:
+    rows = random_rows(seed)
+    handed = handed_over(rows, seed)
+    found, _ = simulated(rows, cost, bounds, handed=handed)
+    expected, _ = by_the_engine(rows, cost, bounds, handed=handed)
+    assert len(handed) > 10
+    assert found.keys() == expected.keys() == set(range(len(rows)))
+    for number, pair in expected.items():
+        assert found[number] == pytest.approx(pair, abs=1e-9), number
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+@pytest.mark.parametrize("cost", [CPU, UNFORESEEN], ids=["one after the other", "unforeseen"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_step_has_no_more_sequences_than_it_may(seed: int) -> None:
+def test_a_step_has_no_more_sequences_than_it_may_and_the_first_come_are_in_it(
+    seed: int, cost: CostModel, bounds: Bounds
+) -> None:
     # an engine that launches ahead begins with who waits a step later, which is not simulated
     rows = random_rows(seed)
-    found, _ = simulated(rows, CPU, max_batch=3)
-    expected, _ = by_the_engine(rows, CPU, max_batch=3)
-    assert found != simulated(rows, CPU)[0], "nobody waited for a place"
+    handed = handed_over(rows, seed)
+    found, _ = simulated(rows, cost, bounds, max_batch=3, handed=handed)
+    expected, _ = by_the_engine(rows, cost, bounds, max_batch=3, handed=handed)
+    assert found != simulated(rows, cost, bounds, handed=handed)[0], "nobody waited for a place"
     for number, pair in expected.items():
         assert found[number] == pytest.approx(pair, abs=1e-9), number
 

@@ -1,0 +1,32 @@
+"""Goodput is found where enough requests are in time, and one unlucky rate is not believed."""
+
+import pytest
+
+from bench.step_budgets import ENOUGH, UNCLEAR, Found, goodput, steady
+
+TIMES = (0.1, 0.2, 0.3)
+
+
+def falling(at, unlucky=()):
+    """Shares that fall at a rate, with some rates where they fall for a moment."""
+
+    def serve(rate):
+        share = 1.0 - 0.1 * (rate / at) ** 4
+        share -= 0.04 * any(abs(rate / one - 1.0) < 0.002 for one in unlucky)
+        return Found(share, TIMES, TIMES)
+
+    return serve
+
+
+@pytest.mark.parametrize("at", [0.3, 1.0, 7.0])
+def test_goodput_is_the_rate_at_which_the_share_falls_below_enough(at):
+    rate, found = goodput(falling(at), 1.0)
+    assert rate == pytest.approx(at, rel=0.03)
+    assert found.share >= ENOUGH
+
+
+def test_a_rate_at_which_a_few_requests_are_unlucky_is_not_the_limit():
+    serve = falling(2.0, unlucky=(1.9,))
+    assert serve(1.9).share < ENOUGH < steady(serve, 1.9).share
+    assert steady(serve, 1.0) == serve(1.0), "it is clear"
+    assert serve(1.0).share > ENOUGH + UNCLEAR
