@@ -29,11 +29,23 @@ UNHEARD_S = 30.0
 @dataclass(slots=True)
 class _Running:
     placement: Placement
-    num_tokens: int = 0
-    first_step_s: float = 0.0
-    """The profile's seconds of a step of the batch that it joined; 0: it was not prefilled."""
+    first_at_s: float | None = None
+    """When its first token came; None: it was not prefilled."""
+    steps_before: float = 0.0
+    """Steps that its decode node had taken by the profile when it joined."""
     prompts_before: int | None = None
     """Prompts that its decode node had been given when it joined; None: some were being computed."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps that one node takes by the profile, while those decode who decode."""
+
+    at_s: float
+    count: float = 0.0
+    """Until `at_s`."""
+    step_s: float = 0.0
+    """Of those who decode since then; 0: not known."""
 
 
 class Learner:
@@ -44,6 +56,7 @@ class Learner:
         self._cost = cost
         self._pace = PrefillPace()
         self._running: dict[RequestId, _Running] = {}
+        self._steps: dict[NodeId, _Steps] = {}
         self._learned_at_s = self._doubted_at_s = now_s
         self._heard_at_s: dict[str, dict[NodeId, float]] = {}
         """When each node was measured or doubted, by term, the longest ago first."""
@@ -79,8 +92,8 @@ class Learner:
         node_id, new_tokens = placement.prefill_node, asked.num_tokens - placement.matched_tokens
         profile_s = self._cost.prefill_s(new_tokens, placement.matched_tokens)
         running = self._running[asked.request_id]
-        running.num_tokens = asked.num_tokens
-        running.first_step_s = self._step_s(placement.decode_node, 0, 0)
+        running.first_at_s = now_s
+        running.steps_before = self._num_steps(placement.decode_node, now_s)
         running.prompts_before = self._num_prompts(placement.decode_node)
         # those who decode there have their part of its seconds: what is off is the rest
         paced = self._pace.done(node_id, now_s, profile_s / placement.prompt_share, times.compute_s)
@@ -100,18 +113,19 @@ class Learner:
         The second token comes after messages and the wait for a step to join: of a short answer that is more
         than its steps take, and would have the node look slower than it is.
 
-        What a step was to take is the mean of the batches that it joined and left: at its placement those in
-        prefill were counted too, many of which came when it had gone. Gaps with steps that computed prompts
-        too say how long the node let them be, by its budgets, and nothing of a step.
+        What a step was to take is the mean over all batches that it was in: load may double and fall again
+        while it decodes. Gaps with steps that computed prompts too say how long the node let them be, by its
+        budgets, and nothing of a step.
         """
         running = self._running.pop(request_id)
         placement = running.placement
-        if not running.first_step_s:
+        node_id, first_at_s = placement.decode_node, running.first_at_s
+        num_steps = self._num_steps(node_id, now_s) - running.steps_before
+        had_none_beside = self._num_prompts(node_id) == running.prompts_before is not None
+        if first_at_s is None:
             self._pace.lost(placement.prefill_node, now_s)
-        elif mean_step_s and self._num_prompts(placement.decode_node) == running.prompts_before is not None:
-            last_step_s = self._step_s(placement.decode_node, 1, running.num_tokens)
-            profile_s = (running.first_step_s + last_step_s) / 2
-            self._learn(now_s, placement.decode_node, "decode", profile_s, mean_step_s)
+        elif mean_step_s and num_steps > 0 and had_none_beside:
+            self._learn(now_s, node_id, "decode", (now_s - first_at_s) / num_steps, mean_step_s)
         return placement
 
     def _num_prompts(self, node_id: NodeId) -> int | None:
@@ -121,14 +135,17 @@ class Learner:
         node = self._view.node(node_id)
         return None if node.num_queued else node.num_prompts
 
-    def _step_s(self, node_id: NodeId, more_sequences: int, more_tokens: int) -> float:
-        """Return the profile's seconds of a step, of what runs on a node and more."""
+    def _num_steps(self, node_id: NodeId, now_s: float) -> float:
+        """Return how many steps a node has taken by the profile, until those who decode there changed now."""
         if not self._view.is_member(node_id):
-            return self._cost.decode_step_s(1, more_tokens)
-        node = self._view.node(node_id)
-        return self._cost.decode_step_s(
-            node.running_sequences + more_sequences, node.running_context_tokens + more_tokens
-        )
+            self._steps.pop(node_id, None)
+            return 0.0
+        node, steps = self._view.node(node_id), self._steps.setdefault(node_id, _Steps(now_s))
+        if steps.step_s:
+            steps.count += (now_s - steps.at_s) / steps.step_s
+        steps.at_s = now_s
+        steps.step_s = self._cost.decode_step_s(node.running_sequences, node.running_context_tokens)
+        return steps.count
 
     def _learn(
         self, now_s: float, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1

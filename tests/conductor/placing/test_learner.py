@@ -71,6 +71,27 @@ def test_mean_gap_without_prompts_beside_teaches_what_a_step_takes():
     assert taught.ratio > 1.0
 
 
+def test_load_that_comes_and_goes_while_a_sequence_decodes_is_no_slowness_of_its_node():
+    taught, num_others = Taught(), 40
+    asked, placement = taught.placed()
+    taught.prefilled(asked, placement)
+    node = taught.view.node(NodeId("d0"))
+    alone_s = COST.decode_step_s(1, node.running_context_tokens)
+    others = [taught.placed() for _ in range(num_others)]
+    for other, placed in others:
+        taught.prefilled(other, placed)
+    crowded_s = COST.decode_step_s(1 + num_others, node.running_context_tokens)
+    assert crowded_s > 1.2 * alone_s
+    for other, _ in others:
+        taught.view.finished(other.request_id, 7.0, 20)
+        taught.learner.ended(other.request_id, None, 7.0)
+    # from 1.0 until 7.0 with the others, and alone until 9.0
+    num_steps = 6.0 / crowded_s + 2.0 / alone_s
+    taught.view.finished(asked.request_id, 9.0, 20)
+    taught.learner.ended(asked.request_id, 8.0 / num_steps, 9.0)
+    assert taught.ratio == pytest.approx(1.0, abs=0.01)
+
+
 def test_mean_gap_with_a_prompt_beside_teaches_nothing_of_steps():
     taught = Taught()
     asked, placement = taught.placed()

@@ -16,11 +16,11 @@ from tests.manual_clock import ManualClock
 COST = make_cost()
 
 
-def placed(observer, view, name):
-    """Place one request, and tell `observer`; return it and its placement."""
+def placed(observer, view, name, now_s=0.0):
+    """Place one request, and notify `observer`; return it and its placement."""
     request = make_request(name)
-    placement = require_placement(place(request, view, COST, 0.0))
-    observer.decided(decision(request, view, placement, 0.0, 0.0))
+    placement = require_placement(place(request, view, COST, now_s))
+    observer.decided(decision(request, view, placement, now_s, now_s))
     return request, placement
 
 
@@ -28,15 +28,19 @@ def prefilled(times):
     return Prefilled("r", SampledToken(1), None, 0, (), times)
 
 
-def serve(observer, view, number, slower):
+def serve(observer, view, number, slower, clock):
     """Place one request and let every term of it take `slower` times what the profile says."""
-    request, placement = placed(observer, view, f"r{number}")
+    request, placement = placed(observer, view, f"r{number}", clock.now_s())
     profile_s = COST.prefill_s(request.num_tokens, 0)
     handoff_s = COST.handoff_s(request.num_tokens, placement.prefill_s)
     step_s = COST.decode_step_s(1, request.num_tokens)
     times = PrefillTimes(0.0, profile_s * slower, handoff_s * slower)
     ttft_s = times.compute_s + times.exposed_transfer_s + 0.005
+    view.placed(request, placement, clock.now_s())
+    view.prefill_done(request.request_id, clock.now_s())
     observer.first_token(ttft_s, prefilled(times), request, placement)
+    clock.advance(20 * step_s * slower)
+    view.finished(request.request_id, clock.now_s(), 20)
     observer.ended(
         request.request_id, Actual(9.0, "finished", mean_tbt_s=step_s * slower, mean_step_s=step_s * slower)
     )
@@ -46,9 +50,10 @@ def serve(observer, view, number, slower):
 def test_predictions_of_a_node_that_is_not_as_its_profile_come_true():
     view = make_view(1, 1, COST)
     metrics = ConductorMetrics(process_registry(), "m")
-    observer = Observer(metrics, view, COST, Decisions(COST, SchedulerSettings()), ManualClock())
+    clock = ManualClock()
+    observer = Observer(metrics, view, COST, Decisions(COST, SchedulerSettings()), clock)
     for number in range(60):
-        placement, ttft_s, tbt_s = serve(observer, view, number, slower=2.5)
+        placement, ttft_s, tbt_s = serve(observer, view, number, 2.5, clock)
     assert placement.predicted_ttft_s == pytest.approx(ttft_s, rel=0.02)
     assert placement.predicted_tbt_s == pytest.approx(tbt_s, rel=0.02)
 
@@ -70,7 +75,7 @@ def test_a_prompt_that_went_on_elsewhere_is_done_when_it_is_prefilled_and_idle_t
     observer.first_token(None, prefilled(PrefillTimes(0.0, alone_s, 0.0)), again, placement)
     for number in range(20):
         clock.advance(60.0)
-        serve(observer, view, number, slower=1.0)
+        serve(observer, view, number, 1.0, clock)
     assert view.corrections.ratio(placement.prefill_node, "prefill") == pytest.approx(1.0)
     ttfts = {"term": "ttft"}
     assert metrics.registry.get_sample_value("conductor_prediction_error_ratio_count", ttfts) == 20
@@ -78,10 +83,11 @@ def test_a_prompt_that_went_on_elsewhere_is_done_when_it_is_prefilled_and_idle_t
 
 def test_of_a_node_that_left_nothing_is_kept_or_shown_though_its_requests_end_after_it():
     view, metrics = make_view(1, 0, COST), ConductorMetrics(process_registry(), "m")
-    observer = Observer(metrics, view, COST, Decisions(COST, SchedulerSettings()), ManualClock())
+    clock = ManualClock()
+    observer = Observer(metrics, view, COST, Decisions(COST, SchedulerSettings()), clock)
     for number in range(3):
         view.add_node(make_info(f"d{number}", Role.DECODE), 0.0)
-        serve(observer, view, number, slower=2.0)
+        serve(observer, view, number, 2.0, clock)
         request, placement = placed(observer, view, f"lost{number}")
         view.remove_node(placement.decode_node)
         observer.ended(request.request_id, Actual(9.0, "LostError", mean_tbt_s=1.0, mean_step_s=1.0))
