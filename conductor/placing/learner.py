@@ -42,10 +42,11 @@ class _Steps:
     """The steps that one node takes by the profile, while those decode who decode."""
 
     at_s: float
+    """When those who decode last changed."""
     count: float = 0.0
-    """Until `at_s`."""
+    """Number of steps until then."""
     step_s: float = 0.0
-    """Of those who decode since then; 0: not known."""
+    """Seconds of a step since then; 0: not known."""
 
 
 class Learner:
