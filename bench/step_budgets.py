@@ -55,9 +55,9 @@ CLOSE = 0.02
 MOST = 256.0
 """No load is driven so many times faster than it begins: it would come all at once."""
 UNCLEAR = 0.05
-"""A share is clear that is so far from enough."""
+"""A share that is closer to enough than this may be on either side of it by chance."""
 NEAR = 0.01
-"""Rates that are so close, in parts of one another, serve alike."""
+"""Distance of the two other rates that are looked at then, as a part of the rate."""
 SHAPES = ("1p1d", "2c", "2c@512", "2c@1024", "2c@2048", "2c@8192", "1p1d@8192")
 """Shapes of two nodes. Those without a chunk have budgets, and no setting of theirs is changed for any
 load or bound. The first one's roles follow the load; those of `1p1d@8192` are fixed."""
@@ -207,7 +207,10 @@ def steady(serve: Callable[[float], Found], rate: float) -> Found:
 
 
 def goodput(serve: Callable[[float], Found], first: float) -> tuple[float, Found]:
-    """Return the highest rate at which enough are within bounds, by halving, and the run at it."""
+    """Return the highest rate at which enough are within bounds, by halving, and the run at it.
+
+    The share is that of `steady`, the rest of the run at that very rate.
+    """
     serve = partial(steady, serve)
     low, best, high = 0.0, None, first
     while (found := serve(high)).share >= ENOUGH:

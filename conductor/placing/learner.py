@@ -137,7 +137,10 @@ class Learner:
         return None if node.num_queued else node.num_prompts
 
     def _num_steps(self, node_id: NodeId, now_s: float) -> float:
-        """Return how many steps a node has taken by the profile, until those who decode there changed now."""
+        """Count the steps that a node took by the profile until now, and return how many there were in all.
+
+        To be called after each change of those who decode there: the next steps are theirs.
+        """
         if not self._view.is_member(node_id):
             self._steps.pop(node_id, None)
             return 0.0

@@ -17,7 +17,7 @@ would be less loaded by GAIN at least: where load is balanced nothing changes, a
 is the best split that is compared, not the next one, so that many nodes follow as few do. A change leaves
 demands nearly as they are, and so the next one needs no pause.
 
-`RoleController.step` only decides; its caller changes the view (and, live, the node).
+`RoleController.step` only decides; its caller asks the node, and the view changes when the node reports it.
 """
 
 from __future__ import annotations

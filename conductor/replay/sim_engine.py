@@ -106,7 +106,7 @@ class SimEngine:
         self._steps = self._version = 0
         self._started_at_s = self._first_s = self._growth_s = 0.0
         self._ends_prompts = False  # the prompts of all its chunks are done with it
-        self._is_cut = False  # because somebody came
+        self._is_cut = False  # because somebody came; where it has no steps, a plan is due
         self._launched_steps = 0  # after it, before somebody came
         self._is_between_steps = False
 

@@ -52,7 +52,10 @@ class SimRequest:
     tail_s: float
     """Seconds of its hand-off that come after the last of its prompt, whatever left before."""
     order: int
-    """Place among the prompts of all nodes: one that waited for its prefix goes before later ones."""
+    """Place among all who wait for a step, by arrival at the node: of the prompt, and again when handed over.
+
+    A prompt that waited for its prefix goes before later ones.
+    """
     started_at_s: float
     computed_at_s: float
     prefilled_at_s: float

@@ -26,7 +26,8 @@ def test_goodput_is_the_rate_at_which_the_share_falls_below_enough(at):
 
 
 def test_a_rate_at_which_a_few_requests_are_unlucky_is_not_the_limit():
-    serve = falling(2.0, unlucky=(1.9,))
-    assert serve(1.9).share < ENOUGH < steady(serve, 1.9).share
+    serve = falling(2.0, unlucky=(1.875,))  # where halving comes by
+    assert serve(1.875).share < ENOUGH < steady(serve, 1.875).share
+    assert goodput(serve, 1.0)[0] == pytest.approx(2.0, rel=0.03)
     assert steady(serve, 1.0) == serve(1.0), "it is clear"
     assert serve(1.0).share > ENOUGH + UNCLEAR
