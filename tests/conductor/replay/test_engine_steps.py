@@ -179,6 +179,14 @@ def by_the_engine(
             return times, scheduler
 
 
+def are_alike(found: Times, expected: Times, count: int) -> bool:
+    """Return whether all requests had their tokens at the same moments; fails with the first that had not."""
+    assert found.keys() == expected.keys() == set(range(count))
+    for number, pair in expected.items():
+        assert found[number] == pytest.approx(pair, abs=1e-9), number
+    return True
+
+
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 @pytest.mark.parametrize("longest_output", [1, 60])
 @pytest.mark.parametrize(
@@ -191,9 +199,7 @@ def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(
     rows = random_rows(seed, longest_output)
     found, _ = simulated(rows, cost, bounds)
     expected, _ = by_the_engine(rows, cost, bounds)
-    assert found.keys() == expected.keys() == set(range(len(rows)))
-    for number, pair in expected.items():
-        assert found[number] == pytest.approx(pair, abs=1e-9), number
+    assert are_alike(found, expected, len(rows))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
@@ -209,9 +215,7 @@ def test_what_is_handed_over_decodes_beside_prompts_as_the_engines_own_scheduler
     found, _ = simulated(rows, cost, bounds, handed=handed)
     expected, _ = by_the_engine(rows, cost, bounds, handed=handed)
     assert len(handed) > 10
-    assert found.keys() == expected.keys() == set(range(len(rows)))
-    for number, pair in expected.items():
-        assert found[number] == pytest.approx(pair, abs=1e-9), number
+    assert are_alike(found, expected, len(rows))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
@@ -226,8 +230,7 @@ def test_a_step_has_no_more_sequences_than_it_may_and_the_first_come_are_in_it(
     found, _ = simulated(rows, cost, bounds, max_batch=3, handed=handed)
     expected, _ = by_the_engine(rows, cost, bounds, max_batch=3, handed=handed)
     assert found != simulated(rows, cost, bounds, handed=handed)[0], "nobody waited for a place"
-    for number, pair in expected.items():
-        assert found[number] == pytest.approx(pair, abs=1e-9), number
+    assert are_alike(found, expected, len(rows))
 
 
 @pytest.mark.parametrize("seed", range(4))
