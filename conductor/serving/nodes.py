@@ -54,9 +54,9 @@ class Mailbox:
         self.has_heard = False
         """A node has said something of the request, be it that it failed."""
         self.tokens_at_s = self.joined_at_s = 0.0
-        """When the last `Tokens` came, and the first, on the loop's clock: a pause has them read later."""
+        """When the last tokens came, and the first, on the loop's clock: a pause has them read later."""
         self.num_joined = 0
-        """Tokens in the first `Tokens`."""
+        """Tokens in the first message that had some."""
 
     def put(self, item: FromNode) -> None:
         if self._when_reserved is not None and isinstance(item, Reserved):
@@ -64,7 +64,7 @@ class Mailbox:
             call(item)
             return
         self._arrived.append(item)
-        if isinstance(item, Tokens):
+        if isinstance(item, Tokens) and item.tokens:
             self._note_tokens(item)
         if not (isinstance(item, Tokens) and item.finish_reason is None):
             self._is_urgent = True
