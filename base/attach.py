@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from base.errors import ForeignPeerError, ProtocolError, ServeError
 from base.link import EARLY_S, End, MessageStream, dial
 from base.logs import event
-from base.messages import FromNode, Heartbeat, KvEvents, NodeInfo, Registered, Tokens, ToNode
+from base.messages import FromNode, Heartbeat, KvEvents, NodeInfo, Prefilled, Registered, Tokens, ToNode
 from base.turns import TURN_UNITS
 from base.wire import add_state, from_node, lease_from, register, to_node_from
 from protos import nodes_pb2 as pb
@@ -183,7 +183,7 @@ class _Stream:
         self._link: MessageStream | None = None
         self._lease: Registered | None = None
         self._outbox: deque[FromNode] = deque()
-        self._is_flushing = False
+        self._is_flushing = self._has_computed = False
         self._heard_at_s = self._sent_at_s = 0.0
         self._owes_snapshot = False
         self._silence: asyncio.TimerHandle | None = None
@@ -209,6 +209,8 @@ class _Stream:
     def send(self, item: FromNode) -> None:
         # What is said in one turn of the loop goes in one message, as the tokens of a step.
         self._outbox.append(item)
+        # Whoever learns that a prompt is computed places the next ones by its blocks.
+        self._has_computed = self._has_computed or isinstance(item, Prefilled)
         self._flush_soon()
 
     def send_state_in(self, delay_s: float) -> None:
@@ -282,7 +284,7 @@ class _Stream:
         self._is_flushing = False
         if self._link is None or self._lease is None or self._link.is_choked or not self._outbox:
             return
-        if self._loop.time() >= self._sent_at_s + STATE_GAP_S:
+        if self._has_computed or self._loop.time() >= self._sent_at_s + STATE_GAP_S:
             self._send_all(self._kv_news())
         else:
             self._write(from_node(self._take_outbox()))
@@ -307,7 +309,7 @@ class _Stream:
         message = from_node(self._take_outbox())
         add_state(message, self._work.heartbeat(), kv_events)
         self._write(message)
-        self._sent_at_s = self._loop.time()
+        self._sent_at_s, self._has_computed = self._loop.time(), False
         self._beat_at(self._sent_at_s + self._lease.heartbeat_s)
 
     def _write(self, message: pb.NodeMessage) -> None:

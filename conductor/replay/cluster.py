@@ -80,6 +80,7 @@ class SimCluster:
             for each in (replace(options, seed=options.seed + at) for at in range(options.conductors))
         ]
         self.views = [conductor.view for conductor in self._conductors]
+        self._news = [conductor.news for conductor in self._conductors]
         self.view = self.views[0]
         """The view of the conductor that is in control of roles."""
         self.num_events = 0
@@ -132,6 +133,8 @@ class SimCluster:
                 watch(self.now_s, number + 1)
         self._is_arriving = False
         self._run_until(inf)
+        for news in self._news:
+            news.settle(inf)
         self.num_events = self._events.num_scheduled + self.outcomes.num_arrived
 
     def _run_until(self, moment_s: float) -> None:
@@ -168,6 +171,8 @@ class SimCluster:
         info = bare_node(node.node_id, roles, num_blocks, self._block_size, node.epoch)
         for view in self.views:
             view.add_node(info, self.now_s)
+        for news in self._news:
+            news.joined(node.node_id)
         self._pump()
 
     def _pump(self) -> None:
@@ -241,6 +246,7 @@ class SimCluster:
         step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
         self.samples.append((self.now_s, queue_s, step_s / max(1, len(decode))))
         if self.options.watched_blocks:
+            self._news[0].settle(self.now_s)
             holders = view.index.holders
             counts = [holders(block).bit_count() for block in self.options.watched_blocks]
             self.replicas.append((self.now_s, counts))
@@ -263,7 +269,10 @@ class SimCluster:
         self._in_flight[request] = None
         request.order = self._next_order()
         node = self._nodes[placement.prefill_node]
+        if placement.decode_node != placement.prefill_node:
+            self._news[request.conductor].spoke(placement.decode_node, self.now_s)
         if placement.source_node is not None:
+            self._news[request.conductor].spoke(placement.source_node, self.now_s)
             self._fetch(request, node, self._nodes[placement.source_node])
         else:
             node.engine.add(request, self.now_s)
@@ -295,6 +304,7 @@ class SimCluster:
         # what the source dropped meanwhile did not come
         blocks = request.chain[: min(request.placement.matched_blocks, source.cache.match(request.chain))]
         self.outcomes.replicas_created += self._store(node, blocks)
+        self._has_news(node)
         node.engine.add(request, now_s)
 
     def _start_prefill(self, request: SimRequest, now_s: float) -> float:
@@ -364,6 +374,9 @@ class SimCluster:
         node = self._nodes[request.placement.prefill_node]
         if request.computed_tokens < request.num_tokens:
             self._store(node, request.chain[: request.computed_tokens // self._block_size])
+            if node.engine.batch:
+                self._news[request.conductor].spoke(node.node_id, now_s)
+            self._has_news(node)
             return
         self._store(node, request.chain)
         request.computed_at_s = now_s
@@ -372,8 +385,10 @@ class SimCluster:
             if request.tail_s and not request.flow:
                 # all but the last chunk's KV has come
                 self._at(now_s + request.tail_s, self._left_pipeline, request, request.request_id)
+                self._has_news(node)
                 return
         self._one_part_done(request)
+        self._has_news(node)
 
     def _one_part_done(self, request: SimRequest) -> None:
         request.waits_for -= 1
@@ -384,6 +399,7 @@ class SimCluster:
         """The token that prefill makes came: the first, or after a fault the next."""
         now_s, placement = self.now_s, request.placement
         conductor = self._conductors[request.conductor]
+        self._news[request.conductor].spoke(placement.prefill_node, now_s, has_computed=True)
         if self._reports is not None:
             self._reports.went_on(request, now_s)
         if not conductor.was_prefilled(request, now_s):
@@ -395,6 +411,7 @@ class SimCluster:
         node = self._nodes[placement.decode_node]
         if self.options.decode_caches:
             self._store(node, request.chain)
+            self._has_news(node)
         if request.first_token_s is None:
             request.first_token_s = now_s
         else:
@@ -454,23 +471,16 @@ class SimCluster:
         self._arrived(row, is_session)
 
     def _store(self, node: SimNode, chain: ChainOf[Key]) -> int:
-        """Put blocks into a node's cache and let the view know; return how many are new."""
+        """Put blocks into a node's cache; return how many are new."""
         stored, evicted = node.cache.store(chain)
-        if not stored and not evicted:
-            return 0
-        first_number = node.next_event
-        node.next_event += len(stored) + len(evicted)
-        if self.options.view_delay_s:
-            seen_at_s = self.now_s + self.options.view_delay_s
-            self._at(seen_at_s, self._see, node, node.epoch, first_number, stored, evicted)
-        else:
-            for view in self.views:
-                view.kv_events(node.node_id, first_number, stored, evicted)
+        if stored or evicted:
+            event = node.next_event, stored, evicted
+            node.next_event += len(stored) + len(evicted)
+            for news in self._news:
+                news.stored(node.node_id, event, self.now_s)
         return len(stored)
 
-    def _see(
-        self, node: SimNode, epoch: int, first_number: int, stored: ChainOf[Key], evicted: list[Key]
-    ) -> None:
-        if epoch == node.epoch:
-            for view in self.views:
-                view.kv_events(node.node_id, first_number, stored, evicted)
+    def _has_news(self, node: SimNode) -> None:
+        """Let a node say what it has stored, if it has not yet."""
+        for news in self._news:
+            news.changed(node.node_id, self.now_s)

@@ -29,6 +29,7 @@ from conductor.placing.placement_queue import PlacementQueue
 from conductor.placing.prefill_policies import POLICIES, PrefillPolicy
 from conductor.placing.scheduler import Turn, is_final, place, try_again_at_s, turn_of
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.replay.block_news import BlockNews
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.policies import RandomPrefill, with_policy
 from conductor.replay.sim_engine import Schedule
@@ -114,6 +115,7 @@ class SimConductor:
         self._on_placed = on_placed
         self._on_refused = on_refused
         self._place = placer
+        self.news = BlockNews(self.view, options.view_delay_s)
         self._learner = Learner(self.view, cost, 0.0) if options.learns else None
         self._queue = PlacementQueue(
             options.max_waiting,
@@ -139,6 +141,7 @@ class SimConductor:
     def ask(self, request: SimRequest, now_s: float) -> None:
         """Place a request, refuse it, or let it wait."""
         self.now_s = now_s
+        self.news.settle(now_s)
         nobody_waits = not self._waiting
         try:
             if nobody_waits and self.try_to_place(request, 0.0):
@@ -260,6 +263,7 @@ class SimConductor:
     def _pump(self, now_s: float) -> None:
         self._is_pump_due = False
         self.now_s = now_s
+        self.news.settle(now_s)
         self._queue.pump(now_s)
         if self._waiting:
             self._beat_later(now_s)

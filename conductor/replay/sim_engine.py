@@ -33,11 +33,9 @@ from math import ceil, inf, sqrt
 from base.step_budget import BudgetedStep, DecodeLoad
 from base.step_cost import OBSERVED_STEPS, StepCorrection
 from conductor.placing.cost_model import CostModel
+from conductor.replay.segments import Segments
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.sim_slack import BatchSlack
-
-# Segments kept for sequences that ended are dropped when so many have gathered.
-TRIM_AT = 4096
 
 Schedule = Callable[..., None]
 """(moment, what to call, its arguments...)."""
@@ -85,8 +83,7 @@ class SimEngine:
         self._slack, self._correction = BatchSlack(), StepCorrection()
         # steps in turn in which prompts waited and had nothing, and those of the present segment
         self._num_starved = self._num_put_off = 0
-        self._schedule = schedule
-        self._on_start = on_start
+        self._schedule, self._on_start = schedule, on_start
         self._on_computed, self._on_finished = on_computed, on_finished
         self._queue: deque[SimRequest] = deque()
         self._prompts: list[SimRequest] = []
@@ -98,8 +95,7 @@ class SimEngine:
         self._step = self._num_joined = self._num_stepped = 0
         # seconds that those new to the next step add to it, and of the present one that no engine foresees
         self._joined_s = self._beside_s = 0.0
-        self._segments: list[tuple[float, int, float]] = []
-        self._dropped_segments = 0
+        self._segments = Segments()
         # the present segment
         self._chunks: list[tuple[SimRequest, int]] = []
         self._budget = 0  # prompt tokens that its first step has place for
@@ -107,7 +103,7 @@ class SimEngine:
         self._started_at_s = self._first_s = self._growth_s = 0.0
         self._ends_prompts = False  # the prompts of all its chunks are done with it
         self._is_cut = False  # because somebody came; where it has no steps, a plan is due
-        self._launched_steps = 0  # after it, before somebody came
+        self._launched_steps, self._has_ended = 0, False  # after it with nobody new; somebody, before it
         self._is_between_steps = False
 
     @property
@@ -210,7 +206,8 @@ class SimEngine:
         steps = self._num_begun(now_s)
         is_first = self._launches_ahead and len(self._queue) + len(self.joining) == 1
         if self._num_put_off:
-            steps = min(steps + self._launches_ahead, self._steps)
+            ends_in = self._running[0][0] - self._step  # after which somebody who waits may have a place
+            steps = min(steps + self._launches_ahead, self._num_put_off, ends_in)
         elif not self._chunks:
             steps += is_first
         elif self._ends_prompts and is_first and steps == self._steps:
@@ -235,12 +232,13 @@ class SimEngine:
 
     def _plan(self, now_s: float) -> None:
         """Begin the steps that go alike from now on."""
-        self._is_cut = False
-        self._num_put_off = 0
+        was_cut, self._is_cut = self._is_cut, False
+        was_put_off, self._num_put_off = self._num_put_off, 0
         self._started_at_s = now_s
         launched, self._launched_steps = self._launched_steps, 0
         if launched and self._batch:
-            self._is_cut = True
+            self._is_cut = was_cut
+            self._num_put_off = launched if was_put_off else 0
         else:
             launched = 0
             if self._batch > 1:
@@ -257,11 +255,24 @@ class SimEngine:
             self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
             self._beside_s = self._joined_s
-            steps = launched or (1 if self._joined_s else self._num_alike())
-            if asleep := self._num_put_off:  # one that does not launch ahead asks anew before each step
-                steps = min(steps, asleep if self._launches_ahead else 1)
+            steps = launched or self._num_alike()
+            if self._num_put_off:
+                steps = self._num_put_off = min(steps, self._num_unasked())
+            if self._joined_s and steps > 1:
+                self._launched_steps = steps - 1 if self._num_put_off else 0
+                steps = 1
             self._begin(steps)
-        self._joined_s = 0.0
+        self._joined_s, self._has_ended = 0.0, False
+
+    def _num_unasked(self) -> int:
+        """Return the steps that are begun without asking again whether prompts may have some.
+
+        One that does not launch ahead asks before each; one that does asks when those that are launched have
+        ended, if somebody ended before them.
+        """
+        if not self._launches_ahead:
+            return 1
+        return min(2, self._num_put_off) if self._has_ended else self._num_put_off
 
     def _num_alike(self) -> int:
         """Return the steps until the first of the batch ends, or its KV has no room."""
@@ -283,8 +294,7 @@ class SimEngine:
             else:
                 new_tokens += tokens
                 attended += tokens * (tokens + 2 * request.computed_tokens)
-        self._growth_s, self._beside_s = 0.0, beside_s
-        steps = 1
+        self._growth_s, self._beside_s, steps = 0.0, beside_s, 1
         first, tokens = self._chunks[0]
         if not self._chunk_tokens:
             self._first_s = beside_s
@@ -296,7 +306,7 @@ class SimEngine:
             )
         else:
             self._first_s = beside_s + self._cost.decode_step_s(batch, context_tokens)
-        waits_for_nobody = not self._batch or self._budget_cost is None
+        waits_for_nobody = not (self._batch or self.joining) or self._budget_cost is None
         if len(self._chunks) == 1 and tokens == self._budget and not beside_s and waits_for_nobody:
             steps = (first.num_tokens - first.computed_tokens) // tokens
             if self._batch:
@@ -330,6 +340,10 @@ class SimEngine:
                 break
             self._take_chunk(self._let_in(now_s), step)
         self._admit()
+        if not (self._chunks or self._batch):  # nobody decodes after all: who was to has no place
+            step = BudgetedStep(step.tokens_left)
+            for request in self._prompts:
+                self._take_chunk(request, step)
         self._num_put_off = step.num_passed
         if not step.num_passed:
             self._num_starved = 0
@@ -362,8 +376,7 @@ class SimEngine:
 
     def _let_in(self, now_s: float) -> SimRequest:
         request = self._queue.popleft()
-        request.started_at_s = now_s
-        request.beside_s = self._on_start(request, now_s)
+        request.started_at_s, request.beside_s = now_s, self._on_start(request, now_s)
         request.computed_tokens = request.prefix_tokens
         self._prompt_tokens += request.num_tokens
         self._prompts.append(request)
@@ -385,7 +398,7 @@ class SimEngine:
         self._started_at_s = now_s
         if self._batch:
             self._close(steps)
-            self._finish(now_s)
+            self._has_ended = self._finish(now_s)
         if self._chunks:
             chunks, self._chunks = self._chunks, []
             for request, tokens in chunks:
@@ -408,11 +421,12 @@ class SimEngine:
     def _close(self, steps: int) -> None:
         """Count the tokens that the batch has made in the present segment."""
         growth_s = self._growth_s
-        self._segments.append((self._first_s + growth_s * (steps - 1), steps, growth_s))
+        self._segments.add(self._first_s + growth_s * (steps - 1), steps, growth_s)
         self._step += steps
         self._context_tokens += steps * self._batch
 
-    def _finish(self, now_s: float) -> None:
+    def _finish(self, now_s: float) -> bool:
+        """Let those go whose last token the segment made; return whether there are some."""
         running, step, ended = self._running, self._step, []
         while running and running[0][0] <= step:
             ended.append(heappop(running)[2])
@@ -420,8 +434,9 @@ class SimEngine:
         # as a step has them: the longest context first
         for request in sorted(ended, key=_context, reverse=True) if len(ended) > 1 else ended:
             self._on_finished(request, now_s)
-        if len(self._segments) >= TRIM_AT:
-            self._trim()
+        if self._segments.is_long:
+            self._segments.forget_before(min((entry[2].first_segment for entry in running), default=None))
+        return bool(ended)
 
     @property
     def _has_place(self) -> bool:
@@ -444,7 +459,7 @@ class SimEngine:
         self._joined_s += request.join_s
         request.finish_step = self._step + request.steps_left
         request.joined_at_s = self._started_at_s
-        request.first_segment = self._dropped_segments + len(self._segments)
+        request.first_segment = self._segments.next_number
         self._slack.joined(request, self._step)
         heappush(self._running, (request.finish_step, request.join_number, request))
         return True
@@ -453,16 +468,11 @@ class SimEngine:
         """Take a sequence out of the batch and note its gaps so far."""
         self._slack.left(request)
         request.join_number = 0
-        gaps = self._segments[request.first_segment - self._dropped_segments :]
         steps_left = request.finish_step - self._step
         steps = request.steps_left - steps_left
-        if gaps:
-            # its first gap began with its last token, before it could join
-            last_s, count, growth_s = gaps[0]
-            first_s = last_s - growth_s * (count - 1)
-            gaps[0] = (request.joined_at_s - request.token_at_s + first_s, 1, 0.0)
-            if count > 1:
-                gaps.append((last_s, count - 1, growth_s))
+        # its first gap began with its last token, before it could join
+        waited_s = request.joined_at_s - request.token_at_s
+        if gaps := self._segments.gaps_from(request.first_segment, waited_s):
             request.gaps += gaps
             request.token_at_s = self._started_at_s
         request.steps_left = steps_left
@@ -472,24 +482,14 @@ class SimEngine:
 
     def _make_room(self) -> None:
         """Preempt the newest of the batch while its next step has no room."""
-        running = self._running
-        while (
-            self._batch > 1
-            and self._context_tokens + self._prompt_tokens + self._batch > self.capacity_tokens
-        ):
+        running, most = self._running, self.capacity_tokens - self._prompt_tokens
+        while self._batch > 1 and self._context_tokens + self._batch > most:
             newest = max(running, key=_joined)
             running.remove(newest)
             heapify(running)
             self._leave(newest[2])
             self.joining.appendleft(newest[2])
             self.num_preemptions += 1
-
-    def _trim(self) -> None:
-        """Forget the segments of sequences that ended."""
-        oldest = min((entry[2].first_segment for entry in self._running), default=None)
-        end = self._dropped_segments + len(self._segments) if oldest is None else oldest
-        del self._segments[: end - self._dropped_segments]
-        self._dropped_segments = end
 
 
 def _joined(entry: tuple[int, int, SimRequest]) -> int:

@@ -17,6 +17,7 @@ from conductor.replay.trace import TraceRequest
 from engine.block_pool import BlockPool
 from engine.decode_slack import predicted_step_s
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 from engine.step import StepPlan, StepResult
 from tests.engine.builders import make_sequence
 
@@ -105,6 +106,7 @@ def simulated(
     def came(request: SimRequest, now_s: float) -> None:
         if request.number in handed:
             request.first_token_s = request.token_at_s = request.prefilled_at_s = now_s
+            request.join_s = cost.profile.join_s
             engine.join(request, now_s)
         else:
             engine.add(request, now_s)
@@ -120,10 +122,46 @@ def simulated(
     return times, ended
 
 
-def seconds_of(plan: StepPlan, cost: CostModel) -> float:
+def seconds_of(plan: StepPlan, cost: CostModel, handed: frozenset[int]) -> float:
+    joined = [
+        entry
+        for entry in plan.entries
+        if int(entry.sequence.request_id) in handed and entry.start == entry.sequence.num_prompt_tokens
+    ]
     begun = [entry for entry in plan.entries if entry.sequence.first_token_at_s is None and not entry.start]
     beside_s = sum(cost.beside_chunks_s(entry.sequence.num_tokens, 0) for entry in begun)
-    return beside_s + predicted_step_s(plan, cost.step)
+    return beside_s + len(joined) * cost.profile.join_s + predicted_step_s(plan, cost.step)
+
+
+def sequence_of(number: int, row: TraceRequest, gap_bounds: GapBounds, now_s: float) -> Sequence:
+    # another first token than anybody's, so that no prefix is found
+    sequence = make_sequence(str(number), [number] * row.num_tokens, row.output_tokens, arrived_at_s=now_s)
+    sequence.gap_bounds = gap_bounds
+    return sequence
+
+
+def has_come(sequence: Sequence, pool: BlockPool, now_s: float) -> None:
+    """Let a sequence have its KV and its first token, from another node."""
+    sequence.token_ids.append(0)
+    sequence.num_computed_tokens = sequence.num_prompt_tokens
+    sequence.block_table = pool.allocate(-(-sequence.num_prompt_tokens // 16))
+    sequence.had_token(now_s)
+
+
+Flight = tuple[StepPlan, float, float]
+"""A step under way, the moment when it ends, and its seconds."""
+
+
+def launch(
+    scheduler: Scheduler, flights: deque[Flight], cost: CostModel, handed: frozenset[int], now_s: float
+) -> None:
+    """Begin as many steps as may be under way."""
+    while len(flights) < 1 + cost.profile.launches_ahead:
+        plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule(now_s)
+        if plan is None:
+            break
+        seconds = seconds_of(plan, cost, handed)
+        flights.append((plan, (flights[0][1] if flights else now_s) + seconds, seconds))
 
 
 def by_the_engine(
@@ -140,30 +178,27 @@ def by_the_engine(
     arrivals = deque(enumerate(rows))
     first_s: dict[int, float] = {}
     times: Times = {}
-    flights: deque[tuple[StepPlan, float, float]] = deque()
+    flights: deque[Flight] = deque()
     now_s, is_waiting = 0.0, False
+    ended: list[Sequence] = []
     while True:
-        while len(flights) < 1 + cost.profile.launches_ahead and not is_waiting:
-            plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule(now_s)
-            if plan is None:
-                break
-            seconds = seconds_of(plan, cost)
-            flights.append((plan, (flights[0][1] if flights else now_s) + seconds, seconds))
+        if not is_waiting:
+            launch(scheduler, flights, cost, handed, now_s)
         is_waiting = bool(flights)
+        released, ended = ended, []
+        for sequence in released:  # by whoever asked for it, once the next step is under way
+            scheduler.release(sequence)
+        if released and not flights:
+            continue
         if arrivals and (not flights or arrivals[0][1].arrival_s < flights[0][1]):
-            number, row = arrivals.popleft()
-            now_s = row.arrival_s
-            # another first token than anybody's, so that no prefix is found
-            prompt = [number] * row.num_tokens
-            sequence = make_sequence(str(number), prompt, row.output_tokens, arrived_at_s=now_s)
-            sequence.gap_bounds = bounds[number % len(bounds)]
-            if number in handed:
-                sequence.token_ids.append(0)
-                sequence.num_computed_tokens = row.num_tokens
-                sequence.block_table = pool.allocate(-(-row.num_tokens // 16))
-                sequence.had_token(now_s)
-                first_s[number] = now_s
-            scheduler.add(sequence)
+            now_s = arrivals[0][1].arrival_s
+            while arrivals and arrivals[0][1].arrival_s == now_s:
+                number, row = arrivals.popleft()
+                sequence = sequence_of(number, row, bounds[number % len(bounds)], now_s)
+                if number in handed:
+                    has_come(sequence, pool, now_s)
+                    first_s[number] = now_s
+                scheduler.add(sequence)
         elif flights:
             plan, now_s, seconds = flights.popleft()
             is_waiting = False
@@ -174,7 +209,7 @@ def by_the_engine(
                     first_s.setdefault(number, now_s)
                 if output.finish_reason is not None:
                     times[number] = (first_s[number], now_s)
-                    scheduler.release(output.sequence)
+                    ended.append(output.sequence)
         else:
             return times, scheduler
 
@@ -220,15 +255,16 @@ def test_what_is_handed_over_decodes_beside_prompts_as_the_engines_own_scheduler
 
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 @pytest.mark.parametrize("cost", [CPU, UNFORESEEN], ids=["one after the other", "unforeseen"])
+@pytest.mark.parametrize("max_batch", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_has_no_more_sequences_than_it_may_and_the_first_come_are_in_it(
-    seed: int, cost: CostModel, bounds: Bounds
+    seed: int, max_batch: int, cost: CostModel, bounds: Bounds
 ) -> None:
     # an engine that launches ahead begins with who waits a step later, which is not simulated
     rows = random_rows(seed)
     handed = handed_over(rows, seed)
-    found, _ = simulated(rows, cost, bounds, max_batch=3, handed=handed)
-    expected, _ = by_the_engine(rows, cost, bounds, max_batch=3, handed=handed)
+    found, _ = simulated(rows, cost, bounds, max_batch=max_batch, handed=handed)
+    expected, _ = by_the_engine(rows, cost, bounds, max_batch=max_batch, handed=handed)
     assert found != simulated(rows, cost, bounds, handed=handed)[0], "nobody waited for a place"
     assert are_alike(found, expected, len(rows))
 
@@ -241,3 +277,12 @@ def test_gaps_of_a_sequence_add_up_to_its_time(seed: int) -> None:
         assert sum(steps for _, steps, _ in request.gaps) == request.output_tokens - 1
         seconds = sum(steps * (longest - growth * (steps - 1) / 2) for longest, steps, growth in request.gaps)
         assert seconds == pytest.approx(last_s - first_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("cost", [GPU, CPU], ids=["launched ahead", "one after the other"])
+def test_what_comes_at_one_moment_to_an_idle_node_is_one_step(cost: CostModel) -> None:
+    rows = [TraceRequest(1.0, 40, 2, ()), TraceRequest(1.0, 60, 2, ()), TraceRequest(1.0, 80, 3, ())]
+    found, _ = simulated(rows, cost, handed=frozenset({2}))
+    expected, _ = by_the_engine(rows, cost, handed=frozenset({2}))
+    assert found[0][0] == found[1][0] < found[2][1]
+    assert are_alike(found, expected, len(rows))

@@ -1,0 +1,88 @@
+"""News of blocks: when a conductor hears what simulated nodes have stored and evicted.
+
+As live (`base/attach.py`): a node says so after `WAKE_DELAY_S`, or with a message that it sends before, if it
+did not say how it is within `STATE_GAP_S`; and always with the first token of a prompt that it has computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from base.attach import STATE_GAP_S, WAKE_DELAY_S
+from base.request import NodeId
+from conductor.placing.cluster_view import ClusterView
+from kvstore.index import Key
+
+Event = tuple[int, Sequence[Key], Sequence[Key]]
+"""The number of the first event, blocks stored, and blocks evicted for them."""
+
+
+@dataclass(slots=True)
+class _Unsaid:
+    """What one node has not said yet, the oldest first, and when it said something last."""
+
+    events: deque[Event] = field(default_factory=deque)
+    said_at_s: float = 0.0
+    is_due: bool = False
+
+
+class BlockNews:
+    """What one view hears of all nodes' blocks. Nothing happens by itself: who reads the view settles it."""
+
+    def __init__(self, view: ClusterView, view_delay_s: float) -> None:
+        """Begin with nothing to say; above 0, the view hears so much later, whatever nodes say."""
+        self._view = view
+        self._view_delay_s = view_delay_s
+        self._nodes: dict[NodeId, _Unsaid] = {}
+        self._due: deque[tuple[float, NodeId, _Unsaid, Event | None]] = deque()
+        """Moments in order; of one event alone, or of all that the node has not said."""
+
+    def joined(self, node_id: NodeId) -> None:
+        """Begin anew with a node: of one that has died nothing more is heard."""
+        self._nodes[node_id] = _Unsaid()
+
+    def stored(self, node_id: NodeId, event: Event, now_s: float) -> None:
+        """Take in what a node has just stored."""
+        self.settle(now_s)
+        unsaid = self._nodes[node_id]
+        if self._view_delay_s:
+            self._due.append((now_s + self._view_delay_s, node_id, unsaid, event))
+        elif now_s == unsaid.said_at_s:  # what is said at one moment is one message
+            self._view.kv_events(node_id, *event)
+        else:
+            unsaid.events.append(event)
+
+    def changed(self, node_id: NodeId, now_s: float) -> None:
+        """Take in that a node is to say what it has stored, if no message of its takes that along before."""
+        unsaid = self._nodes[node_id]
+        if unsaid.events and not unsaid.is_due:
+            unsaid.is_due = True
+            self._due.append((now_s + WAKE_DELAY_S, node_id, unsaid, None))
+
+    def spoke(self, node_id: NodeId, now_s: float, has_computed: bool = False) -> None:
+        """Take in that a node sends a message, which is the first token of a prompt if it `has_computed`."""
+        self.settle(now_s)
+        unsaid = self._nodes[node_id]
+        if has_computed or now_s >= unsaid.said_at_s + STATE_GAP_S:
+            self._say(node_id, unsaid, now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Let the view have heard all that is heard until a moment."""
+        due = self._due
+        while due and due[0][0] <= now_s:
+            at_s, node_id, unsaid, event = due.popleft()
+            if self._nodes[node_id] is not unsaid:
+                continue
+            if event is not None:
+                self._view.kv_events(node_id, *event)
+                continue
+            unsaid.is_due = False
+            if unsaid.events:
+                self._say(node_id, unsaid, at_s)
+
+    def _say(self, node_id: NodeId, unsaid: _Unsaid, now_s: float) -> None:
+        unsaid.said_at_s = now_s
+        while unsaid.events:
+            self._view.kv_events(node_id, *unsaid.events.popleft())
