@@ -33,7 +33,9 @@ from conductor.placing.fading_rate import FadingRate
 from conductor.placing.load_order import LoadOrder, bits_of
 from conductor.placing.node_state import InFlight, NodeState, require_same_kv
 from conductor.placing.pace_classes import PaceClasses
+from conductor.placing.passed_time import PassedTime
 from conductor.placing.placement import Placement, PlacementRequest, RejectReason
+from conductor.placing.prompt_share import share_beside_running
 from conductor.placing.room_price import RoomPrice
 from kvstore.index import Key, NodeEvents, PrefixIndex
 
@@ -106,9 +108,9 @@ class ClusterView:
         if info.node_id in self._nodes:
             self.remove_node(info.node_id)
         slot = next(slot for slot in count() if slot not in self.members)
-        capacity_tokens = info.num_blocks * info.block_size
+        tokens = info.num_blocks * info.block_size
         events, learned = NodeEvents(self.index, slot), self.corrections.of(info.node_id)
-        node = NodeState(info, slot, events, learned, capacity_tokens, float(capacity_tokens))
+        node = NodeState(info, slot, events, learned, PassedTime(now_s), tokens, float(tokens))
         self.members[slot] = self._nodes[info.node_id] = node
         self._refresh_roles(node, now_s)
         return node
@@ -123,7 +125,7 @@ class ClusterView:
         if node is None:
             return
         node.is_member = False
-        self._note_foreign(node, None)
+        self._note_foreign(node, None, 0.0)
         self._refresh_roles(node, 0.0)
         del self.members[node.slot]
         self.index.remove_node(node.slot)
@@ -189,7 +191,7 @@ class ClusterView:
         if now_s >= node.full_until_s:
             node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
         foreign_s = self._foreign_queue_s(node, beat)
-        self._note_foreign(node, beat)
+        self._note_foreign(node, beat, now_s)
         roles = beat.roles or node.info.roles
         if beat.is_draining != node.is_draining or roles != node.info.roles:
             node.is_draining = beat.is_draining
@@ -281,18 +283,13 @@ class ClusterView:
     def prefill_done(self, request_id: RequestId, now_s: float) -> None:
         """The first token came: the prefill node is free of it, the decode node goes on."""
         flight = self._in_flight[request_id]
-        decode, context_tokens = flight.decode, flight.context_tokens
+        flight.is_prefilled = True
         self._leave_prefill(flight, now_s)
         if not flight.decodes:
-            flight.is_prefilled = True
             return
-        self.projection.move(flight.decode_from_s, now_s, context_tokens)
+        self.projection.move(flight.decode_from_s, now_s, flight.context_tokens)
         flight.decode_from_s = now_s
-        flight.is_prefilled = True
-        decode.running_sequences += 1
-        decode.running_context_tokens += context_tokens
-        self.running_sequences += 1
-        self.running_context_tokens += context_tokens
+        self._count_running(flight.decode, 1, flight.context_tokens, now_s)
 
     def finished(self, request_id: RequestId, now_s: float, output_tokens: int | None = None) -> None:
         """The request is over, however it ended; `output_tokens` where it ended well."""
@@ -304,10 +301,7 @@ class ClusterView:
         if not flight.decodes:
             return
         if flight.is_prefilled:
-            decode.running_sequences -= 1
-            decode.running_context_tokens -= context_tokens
-            self.running_sequences -= 1
-            self.running_context_tokens -= context_tokens
+            self._count_running(decode, -1, -context_tokens, now_s)
         self.projection.discard(flight.decode_from_s, context_tokens)
         decode.decode_sequences -= 1
         if flight.tbt_slo_s != inf:
@@ -422,7 +416,7 @@ class ClusterView:
         prompts = max(1, beat.num_waiting + beat.num_running - node.num_queued)
         return prompts * self._cost.prefill_s(max(1, tokens // prompts), 0)
 
-    def _note_foreign(self, node: NodeState, beat: Heartbeat | None) -> None:
+    def _note_foreign(self, node: NodeState, beat: Heartbeat | None, now_s: float) -> None:
         """Count what decodes on a node for other conductors, by its heartbeat; None: it has left."""
         sequences = context_tokens = 0
         if beat is not None:
@@ -440,10 +434,16 @@ class ClusterView:
         for owner in (node, self):
             owner.foreign_sequences += more
             owner.foreign_context_tokens += more_tokens
-            owner.running_sequences += more
-            owner.running_context_tokens += more_tokens
+        self._count_running(node, more, more_tokens, now_s)
         node.decode_sequences += more
         node.decode_context_tokens += more_tokens
+
+    def _count_running(self, node: NodeState, more: int, more_tokens: float, now_s: float) -> None:
+        for owner in (node, self):
+            owner.running_sequences += more
+            owner.running_context_tokens += more_tokens
+        step_s = self._cost.decode_step_s(node.running_sequences, node.running_context_tokens)
+        node.passed.change(now_s, step_s, share_beside_running(node, step_s))
 
     def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
         node = flight.prefill

@@ -9,7 +9,9 @@ tightest bound allows, the decoding takes its part, and the prompt has the rest 
 A prompt is computed there if its first token is predicted sooner than by way of a prefill node and a
 hand-off: where prefill nodes have a queue, or where the node has most of the prompt from the last turn.
 Whoever is first of a line sees a short queue always, because the line is before the nodes. So a prefill
-node's seconds count for those who wait behind as well, each of whom they delay by its share of the nodes.
+node's seconds count for those who wait behind as well, each of whom they delay by its share of the nodes, and
+for those who come until the line is gone: of nodes that are busy for a share u of their time these are
+u / (1 - u) for each that waits now.
 
 Considered are the node that was chosen to decode and the least loaded of those that hold most of the prompt.
 Pure, as `scheduler.place` is, which asks it.
@@ -32,6 +34,9 @@ from kvstore.index import Group
 # the decode pool refuses requests it counts more, by the price of room: longer steps hold room for longer.
 TAKEN = 3.0
 
+# Prefill nodes count as busy for so much of their time at most: at 1 a queue would never end.
+MOST_BUSY = 0.8
+
 Beside = tuple[float, float, float]
 """Seconds of queue and of prefill, and the prompt's share of the node's time."""
 
@@ -44,6 +49,7 @@ def inline_placement(
     groups: list[Group],
     view: ClusterView,
     cost: CostModel,
+    now_s: float,
 ) -> Placement:
     """Return a placement on a decode node alone, if that is better than `other`; else `other`.
 
@@ -53,7 +59,7 @@ def inline_placement(
         return other
     needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
     best, copied = other, copied_s(request, other, computing, decoding, groups, view)
-    least_s = other.predicted_ttft_s + copied + _delayed_s(other, view)
+    least_s = other.predicted_ttft_s + copied + _delayed_s(other, view, now_s)
     for node, depth in _candidates(decoding, groups, view, request.avoid):
         beside = beside_decoding(request, node, depth, needed, view, cost)
         # what it takes of others, and of caches, comes on top
@@ -69,12 +75,13 @@ def inline_placement(
     return best
 
 
-def _delayed_s(other: Placement, view: ClusterView) -> float:
-    """Return the seconds by which a prompt on a prefill node delays all who wait behind it."""
+def _delayed_s(other: Placement, view: ClusterView, now_s: float) -> float:
+    """Return the seconds by which a prompt on a prefill node delays all who wait behind it, or will."""
     num_behind = view.num_waiting - 1  # whoever is tried is the first of them
     if num_behind <= 0:
         return 0.0
-    return other.prefill_s * other.prompt_share * num_behind / view.num_prefill
+    busy = min(MOST_BUSY, view.prefill_demand.at(now_s) / view.num_prefill)
+    return other.prefill_s * other.prompt_share * num_behind / view.num_prefill / (1 - busy)
 
 
 def _candidates(

@@ -9,11 +9,13 @@ may end after it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from base.messages import PrefillTimes
 from base.request import NodeId, RequestId
 from conductor.placing.cluster_view import ClusterView
-from conductor.placing.cost_model import CostModel
+from conductor.placing.cost_model import CORRECTION_GAIN, CostModel
+from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.prefill_pace import PrefillPace
 
@@ -23,12 +25,19 @@ DOUBT_HALF_LIFE_S = 0.7
 """Seconds in which doubt, once it has begun, halves what was learned."""
 
 UNHEARD_S = 30.0
-"""Seconds without a measurement of a node that halve the belief that it is slower than others."""
+"""Seconds without a measurement of a node that halve the belief that it is slower than others.
+
+Less where that comes from less than ten measurements."""
 
 
 @dataclass(slots=True)
 class _Running:
     placement: Placement
+    prefill: NodeState
+    decode: NodeState
+    placed_at_s: float
+    prompt_s_before: float
+    """Seconds that prompts had had on its prefill node when it was placed."""
     first_at_s: float | None = None
     """When its first token came; None: it was not prefilled."""
     steps_before: float = 0.0
@@ -36,17 +45,20 @@ class _Running:
     prompts_before: int | None = None
     """Prompts that its decode node had been given when it joined; None: some were being computed."""
 
+    def share(self, now_s: float) -> float:
+        """Return the share of its prefill node's time that prompts had since it was placed."""
+        passed_s = now_s - self.placed_at_s
+        prompt_s = self.prefill.passed.prompt_s_at(now_s) - self.prompt_s_before
+        return prompt_s / passed_s if passed_s > 0 else 1.0
 
-@dataclass(slots=True)
-class _Steps:
-    """The steps that one node takes by the profile, while those decode who decode."""
+
+class _Heard(NamedTuple):
+    """Measurements of one term of a node."""
 
     at_s: float
-    """When those who decode last changed."""
-    count: float = 0.0
-    """Number of steps until then."""
-    step_s: float = 0.0
-    """Seconds of a step since then; 0: not known."""
+    """When it was measured or doubted last."""
+    number: int
+    """Measurements so far."""
 
 
 class Learner:
@@ -57,15 +69,19 @@ class Learner:
         self._cost = cost
         self._pace = PrefillPace()
         self._running: dict[RequestId, _Running] = {}
-        self._steps: dict[NodeId, _Steps] = {}
         self._learned_at_s = self._doubted_at_s = now_s
-        self._heard_at_s: dict[str, dict[NodeId, float]] = {}
-        """When each node was measured or doubted, by term, the longest ago first."""
+        self._heard: dict[str, dict[NodeId, _Heard]] = {"prefill": {}, "handoff": {}, "decode": {}}
+        """What was measured of each node, by term, the one that is looked at next first."""
 
     def placed(self, placement: Placement, now_s: float) -> None:
         """Take in an attempt that begins."""
-        self._running[placement.request_id] = _Running(placement)
-        self._pace.placed(placement.prefill_node, now_s)
+        prefill, decode = self._view.node(placement.prefill_node), self._view.node(placement.decode_node)
+        prompt_s = prefill.passed.prompt_s_at(now_s)
+        self._running[placement.request_id] = _Running(placement, prefill, decode, now_s, prompt_s)
+        self._pace.placed(placement.prefill_node, prompt_s)
+        self._doubt_one(now_s, placement.prefill_node, "prefill")
+        self._doubt_one(now_s, placement.prefill_node, "handoff")
+        self._doubt_one(now_s, placement.decode_node, "decode")
 
     def refused(self, now_s: float) -> None:
         """Believe what was learned less, where a node is idle and nothing is learned.
@@ -94,10 +110,14 @@ class Learner:
         profile_s = self._cost.prefill_s(new_tokens, placement.matched_tokens)
         running = self._running[asked.request_id]
         running.first_at_s = now_s
-        running.steps_before = self._num_steps(placement.decode_node, now_s)
-        running.prompts_before = self._num_prompts(placement.decode_node)
-        # those who decode there have their part of its seconds: what is off is the rest
-        paced = self._pace.done(node_id, now_s, profile_s / placement.prompt_share, times.compute_s)
+        running.steps_before = running.decode.passed.steps_at(now_s)
+        running.prompts_before = _num_prompts(running.decode)
+        # those who decode there had their part of its seconds
+        prompt_s, compute_s = (
+            running.prefill.passed.prompt_s_at(now_s),
+            times.compute_s * running.share(now_s),
+        )
+        paced = self._pace.done(node_id, prompt_s, profile_s, compute_s)
         if paced is not None:
             self._learn(now_s, node_id, "prefill", *paced)
         if placement.handoff_s:
@@ -119,37 +139,15 @@ class Learner:
         budgets, and nothing of a step.
         """
         running = self._running.pop(request_id)
-        placement = running.placement
-        node_id, first_at_s = placement.decode_node, running.first_at_s
-        num_steps = self._num_steps(node_id, now_s) - running.steps_before
-        had_none_beside = self._num_prompts(node_id) == running.prompts_before is not None
+        placement, node, first_at_s = running.placement, running.decode, running.first_at_s
+        num_steps = node.passed.steps_at(now_s) - running.steps_before
+        had_none_beside = _num_prompts(node) == running.prompts_before is not None
         if first_at_s is None:
-            self._pace.lost(placement.prefill_node, now_s)
+            self._pace.lost(placement.prefill_node, running.prefill.passed.prompt_s_at(now_s))
         elif mean_step_s and num_steps > 0 and had_none_beside:
-            self._learn(now_s, node_id, "decode", (now_s - first_at_s) / num_steps, mean_step_s)
+            profile_s = (now_s - first_at_s) / num_steps
+            self._learn(now_s, placement.decode_node, "decode", profile_s, mean_step_s)
         return placement
-
-    def _num_prompts(self, node_id: NodeId) -> int | None:
-        """Return how many prompts a node has been given; None: it has some of them yet, or has left."""
-        if not self._view.is_member(node_id):
-            return None
-        node = self._view.node(node_id)
-        return None if node.num_queued else node.num_prompts
-
-    def _num_steps(self, node_id: NodeId, now_s: float) -> float:
-        """Count the steps that a node took by the profile until now, and return how many there were in all.
-
-        To be called after each change of those who decode there: the next steps are theirs.
-        """
-        if not self._view.is_member(node_id):
-            self._steps.pop(node_id, None)
-            return 0.0
-        node, steps = self._view.node(node_id), self._steps.setdefault(node_id, _Steps(now_s))
-        if steps.step_s:
-            steps.count += (now_s - steps.at_s) / steps.step_s
-        steps.at_s = now_s
-        steps.step_s = self._cost.decode_step_s(node.running_sequences, node.running_context_tokens)
-        return steps.count
 
     def _learn(
         self, now_s: float, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1
@@ -157,22 +155,31 @@ class Learner:
         if not self._view.is_member(node_id):
             return
         self._view.corrections.observe(node_id, term, profile_s, measured_s, count)
-        heard_at_s = self._heard_at_s.setdefault(term, {})
-        heard_at_s.pop(node_id, None)
-        heard_at_s[node_id] = now_s
-        self._doubt_one(now_s, node_id, term, heard_at_s)
+        heard = self._heard[term]
+        before = heard.get(node_id)
+        heard[node_id] = _Heard(now_s, 1 if before is None else before.number + 1)
 
-    def _doubt_one(self, now_s: float, node_id: NodeId, term: str, heard_at_s: dict[NodeId, float]) -> None:
-        """Doubt that a node which was not measured for long is slower than one that was measured now.
+    def _doubt_one(self, now_s: float, chosen: NodeId, term: str) -> None:
+        """Doubt that a node which was not measured for long is slower than one that was chosen now.
 
         Who believes it sends nothing there, and would believe it for ever: after a cold start, for example.
-        One that has prompts will be measured when they are done.
+        What few measurements said is doubted sooner. One that has prompts will be measured when they are
+        done. Nodes are looked at in turn, one for each request.
         """
-        oldest = next(iter(heard_at_s))
-        if now_s - heard_at_s[oldest] < UNHEARD_S:
+        heard = self._heard[term]
+        node_id = next(iter(heard), None)
+        if node_id is None:
             return
-        del heard_at_s[oldest]
-        if self._view.is_member(oldest):
-            if not self._view.node(oldest).num_queued:
-                self._view.corrections.doubt(oldest, node_id, term)
-            heard_at_s[oldest] = now_s
+        known = heard.pop(node_id)
+        if not self._view.is_member(node_id):
+            return
+        if now_s - known.at_s >= UNHEARD_S * min(1.0, CORRECTION_GAIN * known.number):
+            known = known._replace(at_s=now_s)
+            if not self._view.node(node_id).num_queued:
+                self._view.corrections.doubt(node_id, chosen, term)
+        heard[node_id] = known
+
+
+def _num_prompts(node: NodeState) -> int | None:
+    """Return how many prompts a node has been given; None: it has some of them yet, or has left."""
+    return node.num_prompts if node.is_member and not node.num_queued else None

@@ -12,6 +12,7 @@ from base.kv_layout import layout_difference
 from base.messages import NodeInfo
 from base.request import NodeId, Role
 from conductor.placing.cost_model import NodeCorrections
+from conductor.placing.passed_time import PassedTime
 from kvstore.index import NodeEvents
 
 # What a prompt that was to be done is expected to take yet, in prompts of the queue's mean length.
@@ -28,6 +29,7 @@ class NodeState:
     slot: int
     events: NodeEvents
     learned: NodeCorrections
+    passed: PassedTime
     capacity_tokens: int
     reported_free_tokens: float
     is_member: bool = True

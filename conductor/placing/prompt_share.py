@@ -26,6 +26,16 @@ def prompt_share(node: NodeState, step_s: float) -> float:
     return share_beside(step_s, target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s)
 
 
+def share_beside_running(node: NodeState, step_s: float) -> float:
+    """Return the share that prompts have beside those who decode on a node now.
+
+    `step_s`: seconds of their step by the profile.
+    """
+    if not node.running_sequences:
+        return 1.0
+    return max(LEAST_SHARE, prompt_share(node, step_s * node.learned.decode.ratio))
+
+
 def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
     """Return the share of a prefill node's time that a prompt will have which is placed there now.
 

@@ -121,7 +121,7 @@ def _judged(
     decoding, decode_blocks = decode
     placement = _combine(request, prefill, decoding, decode_blocks, view, cost)
     if settings.roles_follow:
-        placement = inline_placement(request, placement, prefill.node, decoding, groups, view, cost)
+        placement = inline_placement(request, placement, prefill.node, decoding, groups, view, cost, now_s)
     refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
         return placement

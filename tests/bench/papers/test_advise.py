@@ -209,7 +209,7 @@ def test_what_was_tried_is_drawn_with_what_is_said(tmp_path, capsys) -> None:
     page = tmp_path / "out.html"
     file = tmp_path / "t.jsonl"
     write_trace(small_trace(60), file)
-    assert main([str(file), "--most", "4", "--share", "0.9", "--html", str(page)]) == 0
+    assert main([str(file), "--most", "6", "--share", "0.9", "--html", str(page)]) == 0
     said = capsys.readouterr().out.splitlines()
     root = ElementTree.fromstring(page.read_text().partition("\n")[2])
     shown = [each.text for each in root.iter("p")]

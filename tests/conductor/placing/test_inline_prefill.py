@@ -87,6 +87,16 @@ def test_who_waits_behind_counts_for_each_second_of_a_prefill_node():
     assert 2 < line_that_goes_beside(view, long) < line_that_goes_beside(wider, long) < 400
 
 
+def test_who_comes_until_the_line_is_gone_counts_as_well():
+    lines = []
+    for busy in (0.0, 0.5, 0.8, 1.5):
+        view, long = make_view(2, 1), make_request(blocks=40)
+        decoding(view, 6, 0.05)
+        view.prefill_demand.restore(busy * view.num_prefill, 0.0)
+        lines.append(line_that_goes_beside(view, long))
+    assert lines[0] > lines[1] > lines[2] == lines[3] > 1
+
+
 def test_no_prompt_makes_steps_longer_in_a_pool_that_refuses_for_want_of_room():
     view, request = make_view(1, 1), make_request(blocks=40)
     decoding(view, 14, 0.035)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from base.messages import PrefillTimes
+from base.messages import Heartbeat, PrefillTimes
 from base.request import NodeId
 from conductor.placing.learner import Learner
+from conductor.placing.prompt_share import prompt_share
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import make_cost, make_request, make_view, require_placement
@@ -43,6 +44,19 @@ class Taught:
         return self.view.corrections.ratio("d0", "decode")
 
 
+def measured(learner, view, node_id, now_s, slowness):
+    """Let a node compute one prompt, so many times slower than by the profile."""
+    asked = make_request(f"{node_id} {now_s}", 4, int(1_000 * now_s))
+    placement = require_placement(place(asked, view, COST, now_s, PLAIN))._replace(
+        prefill_node=NodeId(node_id)
+    )
+    view.placed(asked, placement, now_s)
+    learner.placed(placement, now_s)
+    view.prefill_done(asked.request_id, now_s)
+    times = PrefillTimes(0.0, slowness * COST.prefill_s(asked.num_tokens, 0), 0.01)
+    learner.first_token(1.0, times, asked, placement, now_s)
+
+
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])
 def test_prompt_beside_decoding_teaches_how_fast_the_node_is_and_not_what_others_took(slowness):
     taught = Taught()
@@ -69,6 +83,59 @@ def test_mean_gap_without_prompts_beside_teaches_what_a_step_takes():
     taught.prefilled(asked, placement)
     taught.ended(asked)
     assert taught.ratio > 1.0
+
+
+def test_what_one_measurement_said_of_a_node_that_gets_nothing_is_doubted_sooner_than_what_ten_said():
+    view = make_view(3, 1)
+    learner, corrections = Learner(view, COST, 0.0), view.corrections
+
+    for number in range(-9, 1):
+        measured(learner, view, "p0", number / 10, 5.0)
+    measured(learner, view, "p1", 0.0, 5.0)
+    for tenths in range(1, 80):
+        measured(learner, view, "p2", tenths / 10, 1.0)
+    assert corrections.ratio("p0", "prefill") == pytest.approx(5.0)
+    assert corrections.ratio("p1", "prefill") < 5.0**0.3
+
+
+def test_sequences_of_another_conductor_that_come_are_no_slowness_of_their_node():
+    taught = Taught()
+    asked, placement = taught.placed()
+    taught.prefilled(asked, placement)
+    node = taught.view.node(NodeId("d0"))
+    alone_s = COST.decode_step_s(1, node.running_context_tokens)
+    beat = Heartbeat(1, 1_000, 0, 0, 41, 0, 400_000, num_step_rows=41)
+    taught.view.heartbeat(NodeId("d0"), beat, 3.0)
+    assert node.foreign_sequences == 40
+    crowded_s = COST.decode_step_s(41, node.running_context_tokens)
+    assert crowded_s > 1.2 * alone_s
+    taught.view.finished(asked.request_id, 9.0, 20)
+    taught.learner.ended(asked.request_id, 8.0 / (2.0 / alone_s + 6.0 / crowded_s), 9.0)
+    assert taught.ratio == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])
+def test_sequences_that_come_while_a_prompt_is_computed_are_no_slowness_of_its_node(slowness):
+    taught = Taught()
+    node = taught.view.node(NodeId("d0"))
+    others = [taught.placed() for _ in range(30)]
+    asked = make_request("beside", 8, 5_000)
+    taught.view.prefill_order.set(0, 60.0)
+    beside = require_placement(place(asked, taught.view, COST, 0.0, INLINE))
+    assert (beside.is_inline, beside.prompt_share) == (True, 1.0)
+    taught.view.placed(asked, beside, 0.0)
+    taught.learner.placed(beside, 0.0)
+    for other, placed in others:
+        taught.prefilled(other, placed)
+    share = prompt_share(node, COST.decode_step_s(30, node.running_context_tokens))
+    assert share < 0.9
+    # alone until 1.0, and from then on beside the others
+    compute_s = slowness * COST.prefill_s(asked.num_tokens, 0)
+    ends_s = 5.0
+    taught.view.prefill_done(asked.request_id, ends_s)
+    times = PrefillTimes(0.0, compute_s * ends_s / (1.0 + share * (ends_s - 1.0)), 0.0)
+    taught.learner.first_token(1.0, times, asked, beside, ends_s)
+    assert taught.view.corrections.ratio("d0", "prefill") == pytest.approx(slowness)
 
 
 def test_load_that_comes_and_goes_while_a_sequence_decodes_is_no_slowness_of_its_node():
@@ -116,30 +183,20 @@ def test_a_node_that_seemed_slow_once_and_gets_nothing_is_doubted_and_one_as_slo
     learner, corrections = Learner(view, COST, 0.0), view.corrections
     slow_all_round = 1.5
 
-    def measured(node_id, now_s, slowness):
-        asked = make_request(f"{node_id} {now_s}", 4, int(1_000 * now_s))
-        placement = require_placement(place(asked, view, COST, now_s, PLAIN))._replace(
-            prefill_node=NodeId(node_id)
-        )
-        view.placed(asked, placement, now_s)
-        learner.placed(placement, now_s)
-        view.prefill_done(asked.request_id, now_s)
-        times = PrefillTimes(0.0, slowness * COST.prefill_s(asked.num_tokens, 0), 0.01)
-        learner.first_token(1.0, times, asked, placement, now_s)
-
-    measured("p0", 0.0, cold_s)
-    measured("p1", 0.0, slow_all_round)
+    for node_id, slowness in ("p0", cold_s), ("p1", slow_all_round):
+        for number in range(-9, 1):
+            measured(learner, view, node_id, number / 10, slowness)
     for now_s in range(1, 30):
-        measured("p2", float(now_s), slow_all_round)
+        measured(learner, view, "p2", float(now_s), slow_all_round)
     assert corrections.ratio("p0", "prefill") == pytest.approx(cold_s)
     asked = make_request("long", 4, 900_000)
     placement = require_placement(place(asked, view, COST, 29.0, PLAIN))._replace(prefill_node=NodeId("p0"))
     view.placed(asked, placement, 29.0)
     for now_s in range(30, 100):
-        measured("p2", float(now_s), slow_all_round)
+        measured(learner, view, "p2", float(now_s), slow_all_round)
     assert corrections.ratio("p0", "prefill") == pytest.approx(cold_s), "what it has will say how fast it is"
     view.finished(asked.request_id, 100.0)
     for now_s in range(100, 400):
-        measured("p2", float(now_s), slow_all_round)
+        measured(learner, view, "p2", float(now_s), slow_all_round)
     assert corrections.ratio("p0", "prefill") == pytest.approx(slow_all_round, rel=0.01)
     assert corrections.ratio("p1", "prefill") == pytest.approx(slow_all_round)
