@@ -140,11 +140,10 @@ def _pool_tbt_s(
 def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterView, cost: CostModel) -> float:
     """Return the seconds of a step that this request takes from others that could be served instead of it.
 
-    Its own part of a step, by the price of room in the pool: nothing while that takes all that come, or where
-    there are no others. The price remembers a burst for minutes, and an idle pool would refuse everybody.
+    Its own part of a step, by the price of room in the pool: nothing while that takes all that come.
     """
     price = view.room_price.price
-    if price <= 1.0 or not (view.num_in_flight or view.running_sequences):
+    if price <= 1.0:
         return 0.0
     ratio = view.node(placement.decode_node).learned.decode.ratio
     own_s = cost.decode_step_s(1, request.num_tokens) - cost.empty_step_s

@@ -360,8 +360,8 @@ class ClusterView:
                 self.prefill_order.set(slot, now_s + overdue_s + node.foreign_queue_s)
         if not self.projection.is_timed:
             self._predict_token_s()
-        is_dear = self.room_price.price > 1.0  # else the mean of many decode times is for nobody
-        self.room_price.settle(now_s, self.projection.decode_s if is_dear else inf)
+        decode_s = self.projection.decode_s if self.room_price.price > 1.0 else inf  # a mean of many times
+        self.room_price.settle(now_s, decode_s if self.num_in_flight or self.running_sequences else 0.0)
         if self.corrections.changed:
             self._settle_paces()
 

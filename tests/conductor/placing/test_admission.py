@@ -139,7 +139,7 @@ def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_
     assert refusal(tight, shown[long.num_tokens], view, COST, PREDICTING, 0.0)[2] is False
 
 
-def test_an_idle_pool_takes_whom_it_can_serve_whatever_room_cost_a_moment_ago():
+def test_a_pool_that_was_idle_takes_whom_it_can_serve_whatever_room_cost_before():
     request = make_request(blocks=200)
     slo = Slo(tbt_slo_s=tbt_slo_for(1.001 * COST.decode_step_s(1, request.num_tokens), COST))
     view = view_with_one()
@@ -149,7 +149,9 @@ def test_an_idle_pool_takes_whom_it_can_serve_whatever_room_cost_a_moment_ago():
     asked = request._replace(slo=slo)
     assert refusal(asked, shown, view, COST, PREDICTING, 0.0)[0] is RejectReason.TBT
     view.finished(RequestId("other"), 0.0)
-    assert view.room_price.price == MOST
+    first = make_request("first")
+    view.placed(first, placed(view, first), 0.0)
+    assert view.room_price.price == 1.0
     assert refusal(asked, shown, view, COST, PREDICTING, 0.0) is None
 
 
