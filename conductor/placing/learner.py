@@ -71,7 +71,7 @@ class Learner:
         self._running: dict[RequestId, _Running] = {}
         self._learned_at_s = self._doubted_at_s = now_s
         self._heard: dict[str, dict[NodeId, _Heard]] = {"prefill": {}, "handoff": {}, "decode": {}}
-        """What was measured of each node, by term, the one that is looked at next first."""
+        """Measurements of each node, by term, the one that is looked at next first."""
 
     def placed(self, placement: Placement, now_s: float) -> None:
         """Take in an attempt that begins."""

@@ -1,4 +1,4 @@
-"""What a node could do by its profile, counted as time passes and as those who decode there come and go."""
+"""Work that a node could do by its profile, counted as time passes and sequences come and go."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Event = tuple[int, Sequence[Key], Sequence[Key]]
 
 @dataclass(slots=True)
 class _Unsaid:
-    """What one node has not said yet, the oldest first, and when it said something last."""
+    """Events that one node has not said yet, the oldest first, and when it said something last."""
 
     events: deque[Event] = field(default_factory=deque)
     said_at_s: float = 0.0
@@ -29,7 +29,7 @@ class _Unsaid:
 
 
 class BlockNews:
-    """What one view hears of all nodes' blocks. Nothing happens by itself: who reads the view settles it."""
+    """News of all nodes' blocks for one view. Nothing happens by itself: whoever reads the view settles it."""
 
     def __init__(self, view: ClusterView, view_delay_s: float) -> None:
         """Begin with nothing to say; above 0, the view hears so much later, whatever nodes say."""
