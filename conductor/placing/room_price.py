@@ -4,7 +4,7 @@ A pool has room for some of what comes, and as many requests as possible are to 
 takes the room of several of the usual length, while it decodes. Whom to leave out is a question of price. It
 rises with each request that finds no room although it would pay, and falls by itself while nobody does. So it
 comes to rest where those who can pay nearly always find room, whatever the lengths are. Where the pool takes
-all that come, it is one, and so it is once the pool has nothing to do: too many came before, and others do now.
+all that come, it is one, and so it is once the pool has had nothing to do: too many came before, and no more.
 
 That free room is no reason to take a long context cheaply was learned by trying: while it decodes the room is
 missed, and half of a small pool is often free. A price by the share of requests refused, whatever for, was

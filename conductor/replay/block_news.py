@@ -29,7 +29,7 @@ class _Unsaid:
 
 
 class BlockNews:
-    """News of all nodes' blocks for one view. Nothing happens by itself: whoever reads the view settles it."""
+    """News of all nodes' blocks for one view: whoever reads the view settles them before."""
 
     def __init__(self, view: ClusterView, view_delay_s: float) -> None:
         """Begin with nothing to say; above 0, the view hears so much later, whatever nodes say."""
