@@ -121,8 +121,7 @@ class ClusterView:
 
     def remove_node(self, node_id: NodeId) -> None:
         """Forget a node; requests placed on it stay in the account until `finished`."""
-        node = self._nodes.pop(node_id, None)
-        if node is None:
+        if (node := self._nodes.pop(node_id, None)) is None:
             return
         node.is_member = False
         self._note_foreign(node, None, 0.0)
@@ -289,7 +288,7 @@ class ClusterView:
             return
         self.projection.move(flight.decode_from_s, now_s, flight.context_tokens)
         flight.decode_from_s = now_s
-        self._count_running(flight.decode, 1, flight.context_tokens, now_s)
+        self._runs(flight.decode, 1, flight.context_tokens, now_s, flight.tbt_slo_s)
 
     def finished(self, request_id: RequestId, now_s: float, output_tokens: int | None = None) -> None:
         """The request is over, however it ended; `output_tokens` where it ended well."""
@@ -298,10 +297,10 @@ class ClusterView:
         decode, context_tokens, peak_tokens = flight.decode, flight.context_tokens, flight.peak_tokens
         if not flight.is_prefilled:
             self._leave_prefill(flight, now_s)
+        elif flight.decodes:
+            self._runs(decode, -1, -context_tokens, now_s, flight.tbt_slo_s)
         if not flight.decodes:
             return
-        if flight.is_prefilled:
-            self._count_running(decode, -1, -context_tokens, now_s)
         self.projection.discard(flight.decode_from_s, context_tokens)
         decode.decode_sequences -= 1
         if flight.tbt_slo_s != inf:
@@ -434,14 +433,14 @@ class ClusterView:
         for owner in (node, self):
             owner.foreign_sequences += more
             owner.foreign_context_tokens += more_tokens
-        self._count_running(node, more, more_tokens, now_s)
+        self._runs(node, more, more_tokens, now_s)
         node.decode_sequences += more
         node.decode_context_tokens += more_tokens
 
-    def _count_running(self, node: NodeState, more: int, more_tokens: float, now_s: float) -> None:
-        for owner in (node, self):
-            owner.running_sequences += more
-            owner.running_context_tokens += more_tokens
+    def _runs(self, node: NodeState, more: int, tokens: float, now_s: float, bound_s: float = inf) -> None:
+        node.count_running(more, tokens, bound_s)
+        self.running_sequences += more
+        self.running_context_tokens += tokens
         step_s = self._cost.decode_step_s(node.running_sequences, node.running_context_tokens)
         node.passed.change(now_s, step_s, share_beside_running(node, step_s))
 

@@ -155,7 +155,7 @@ def beside_decoding(
         return node.queued_s, prefill_s, 1.0
     step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
     step_s *= node.learned.decode.ratio
-    share = prompt_share(node, step_s)
+    share = prompt_share(step_s, node.tightest_tbt_s)
     if share < LEAST_SHARE:
         return None
     return node.queued_s + step_s, prefill_s / share, share

@@ -55,6 +55,7 @@ class _Running:
 class _Heard(NamedTuple):
     """Measurements of one term of a node."""
 
+    node: NodeState
     at_s: float
     """When it was measured or doubted last."""
     number: int
@@ -155,27 +156,29 @@ class Learner:
         if not self._view.is_member(node_id):
             return
         self._view.corrections.observe(node_id, term, profile_s, measured_s, count)
-        heard = self._heard[term]
-        before = heard.get(node_id)
-        heard[node_id] = _Heard(now_s, 1 if before is None else before.number + 1)
+        node, before = self._view.node(node_id), self._heard[term].get(node_id)
+        number = before.number if before is not None and before.node is node else 0
+        self._heard[term][node_id] = _Heard(node, now_s, number + 1)
 
     def _doubt_one(self, now_s: float, chosen: NodeId, term: str) -> None:
         """Doubt that a node which was not measured for long is slower than one that was chosen now.
 
         Who believes it sends nothing there, and would believe it for ever: after a cold start, for example.
         What few measurements said is doubted sooner. One that has prompts will be measured when they are
-        done. Nodes are looked at in turn, one for each request.
+        done, and one that decodes when a sequence ends. Nodes are looked at in turn, one for each request.
         """
         heard = self._heard[term]
         node_id = next(iter(heard), None)
         if node_id is None:
             return
         known = heard.pop(node_id)
-        if not self._view.is_member(node_id):
+        node = known.node
+        if not node.is_member:
             return
         if now_s - known.at_s >= UNHEARD_S * min(1.0, CORRECTION_GAIN * known.number):
             known = known._replace(at_s=now_s)
-            if not self._view.node(node_id).num_queued:
+            decodes = term == "decode" and node.decode_sequences > node.foreign_sequences
+            if not (node.num_queued or decodes):
                 self._view.corrections.doubt(node_id, chosen, term)
         heard[node_id] = known
 

@@ -64,13 +64,20 @@ class NodeState:
     # of what was placed here to decode: how many have each bound, and the least
     tbt_bounds: dict[float, int] = field(default_factory=dict)
     tightest_tbt_s: float = inf
+    # of those that decode already
+    running_bounds: dict[float, int] = field(default_factory=dict)
+    tightest_running_s: float = inf
 
     def bind_tbt(self, bound_s: float, count: int) -> None:
         """Count `count` more sequences with a TBT bound; -1: one less."""
-        self.tbt_bounds[bound_s] = self.tbt_bounds.get(bound_s, 0) + count
-        if not self.tbt_bounds[bound_s]:
-            del self.tbt_bounds[bound_s]
-        self.tightest_tbt_s = min(self.tbt_bounds, default=inf)
+        self.tightest_tbt_s = _least_of(self.tbt_bounds, bound_s, count)
+
+    def count_running(self, count: int, tokens: float, bound_s: float) -> None:
+        """Count `count` more sequences that decode, with so many tokens in all; -1: one less."""
+        self.running_sequences += count
+        self.running_context_tokens += tokens
+        if bound_s != inf:
+            self.tightest_running_s = _least_of(self.running_bounds, bound_s, count)
 
     @property
     def behind_s(self) -> float:
@@ -116,6 +123,14 @@ class InFlight:
     decodes: bool
     """Whether anything decodes of it; else `decode` is `prefill`, and counts nothing."""
     is_prefilled: bool = False
+
+
+def _least_of(bounds: dict[float, int], bound_s: float, count: int) -> float:
+    """Count so many more of a bound, and return the least of all."""
+    bounds[bound_s] = bounds.get(bound_s, 0) + count
+    if not bounds[bound_s]:
+        del bounds[bound_s]
+    return min(bounds, default=inf)
 
 
 def bare_node(

@@ -14,12 +14,14 @@ class PassedTime:
         self._share = 1.0
 
     def change(self, now_s: float, step_s: float, share: float) -> None:
-        """Count until now, and from now on with other steps.
+        """Count until now, and from now on with other steps; no effect at a moment before the last change.
 
         Args:
             step_s: Seconds of a step by the profile; 0: nobody decodes.
             share: Of the node's time, for prompts.
         """
+        if now_s < self._at_s:
+            return
         self._steps, self._prompt_s = self.steps_at(now_s), self.prompt_s_at(now_s)
         self._at_s, self._step_s, self._share = now_s, step_s, share
 

@@ -17,12 +17,13 @@ LEAST_SHARE = 0.02
 CHUNK_SHARE = WELL_WORTHWHILE / (WELL_WORTHWHILE + 1)
 
 
-def prompt_share(node: NodeState, step_s: float) -> float:
+def prompt_share(step_s: float, bound_s: float) -> float:
     """Return the share of a node's time that a prompt has beside what decodes there; not more than 0: none.
 
-    `step_s`: predicted seconds of a step without prompts.
+    Args:
+        step_s: Predicted seconds of a step without prompts.
+        bound_s: The tightest bound on TBT of those who decode; infinity: there is none.
     """
-    bound_s = node.tightest_tbt_s
     return share_beside(step_s, target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s)
 
 
@@ -33,7 +34,7 @@ def share_beside_running(node: NodeState, step_s: float) -> float:
     """
     if not node.running_sequences:
         return 1.0
-    return max(LEAST_SHARE, prompt_share(node, step_s * node.learned.decode.ratio))
+    return max(LEAST_SHARE, prompt_share(step_s * node.learned.decode.ratio, node.tightest_running_s))
 
 
 def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
@@ -45,7 +46,8 @@ def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
     Args:
         ratio: How much longer the node's steps take than predicted.
     """
-    return prompt_share(node, cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio)
+    step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio
+    return prompt_share(step_s, node.tightest_tbt_s)
 
 
 def share_beside(step_s: float, length_s: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from base.attach import STATE_GAP_S, WAKE_DELAY_S
 from base.request import NodeId
@@ -25,7 +26,7 @@ class _Unsaid:
 
     events: deque[Event] = field(default_factory=deque)
     said_at_s: float = 0.0
-    is_due: bool = False
+    due_at_s: float = inf
 
 
 class BlockNews:
@@ -57,9 +58,9 @@ class BlockNews:
     def changed(self, node_id: NodeId, now_s: float) -> None:
         """Take in that a node is to say what it has stored, if no message of its takes that along before."""
         unsaid = self._nodes[node_id]
-        if unsaid.events and not unsaid.is_due:
-            unsaid.is_due = True
-            self._due.append((now_s + WAKE_DELAY_S, node_id, unsaid, None))
+        if unsaid.events and unsaid.due_at_s == inf:
+            unsaid.due_at_s = now_s + WAKE_DELAY_S
+            self._due.append((unsaid.due_at_s, node_id, unsaid, None))
 
     def spoke(self, node_id: NodeId, now_s: float, has_computed: bool = False) -> None:
         """Take in that a node sends a message, which is the first token of a prompt if it `has_computed`."""
@@ -77,12 +78,10 @@ class BlockNews:
                 continue
             if event is not None:
                 self._view.kv_events(node_id, *event)
-                continue
-            unsaid.is_due = False
-            if unsaid.events:
+            elif at_s == unsaid.due_at_s:  # else a message has taken all along before
                 self._say(node_id, unsaid, at_s)
 
     def _say(self, node_id: NodeId, unsaid: _Unsaid, now_s: float) -> None:
-        unsaid.said_at_s = now_s
+        unsaid.said_at_s, unsaid.due_at_s = now_s, inf
         while unsaid.events:
             self._view.kv_events(node_id, *unsaid.events.popleft())

@@ -206,7 +206,7 @@ class SimEngine:
         steps = self._num_begun(now_s)
         is_first = self._launches_ahead and len(self._queue) + len(self.joining) == 1
         if self._num_put_off:
-            ends_in = self._running[0][0] - self._step  # after which somebody who waits may have a place
+            ends_in = self._running[0][0] - self._step if self._running else self._steps
             steps = min(steps + self._launches_ahead, self._num_put_off, ends_in)
         elif not self._chunks:
             steps += is_first

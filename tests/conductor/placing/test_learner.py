@@ -1,10 +1,12 @@
 """What attempts teach: of steps only those whose gaps held no prompt."""
 
+from math import inf
+
 import pytest
 
 from base.messages import Heartbeat, PrefillTimes
-from base.request import NodeId
-from conductor.placing.learner import Learner
+from base.request import NodeId, Slo
+from conductor.placing.learner import Learner, _Heard
 from conductor.placing.prompt_share import prompt_share
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -127,7 +129,7 @@ def test_sequences_that_come_while_a_prompt_is_computed_are_no_slowness_of_its_n
     taught.learner.placed(beside, 0.0)
     for other, placed in others:
         taught.prefilled(other, placed)
-    share = prompt_share(node, COST.decode_step_s(30, node.running_context_tokens))
+    share = prompt_share(COST.decode_step_s(30, node.running_context_tokens), inf)
     assert share < 0.9
     # alone until 1.0, and from then on beside the others
     compute_s = slowness * COST.prefill_s(asked.num_tokens, 0)
@@ -200,3 +202,41 @@ def test_a_node_that_seemed_slow_once_and_gets_nothing_is_doubted_and_one_as_slo
         measured(learner, view, "p2", float(now_s), slow_all_round)
     assert corrections.ratio("p0", "prefill") == pytest.approx(slow_all_round, rel=0.01)
     assert corrections.ratio("p1", "prefill") == pytest.approx(slow_all_round)
+
+
+def test_the_bound_of_who_has_ended_or_does_not_decode_yet_takes_nothing_from_prompts():
+    taught = Taught()
+    node = taught.view.node(NodeId("d0"))
+    tight = make_request("tight", 2, 7_000, slo=Slo(tbt_slo_s=1.02 * COST.decode_step_s(2, 5_000)))
+    waits = make_request("waits", 2, 8_000, slo=tight.slo)
+    for asked in (tight, waits):
+        taught.view.placed(asked, require_placement(place(asked, taught.view, COST, 0.0, PLAIN)), 0.0)
+    shares = []
+    first, placement = taught.placed()
+    for change in (
+        lambda: taught.prefilled(first, placement),
+        lambda: taught.view.prefill_done(tight.request_id, 1.0),
+        lambda: taught.view.finished(tight.request_id, 1.0),
+    ):
+        change()
+        shares.append(node.passed.prompt_s_at(2.0) - node.passed.prompt_s_at(1.0))
+    assert shares[1] < shares[0] == shares[2]
+
+
+def test_a_node_that_decodes_is_not_doubted_for_getting_nothing():
+    view = make_view(1, 2)
+    learner = Learner(view, COST, 0.0)
+    view.corrections.restore("d0", "decode", 3.0)
+    view.corrections.restore("d1", "decode", 1.0)
+    learner._heard["decode"] = {NodeId("d0"): _Heard(view.node(NodeId("d0")), 0.0, 1)}
+    asked = make_request("long", 2)
+    placement = require_placement(place(asked, view, COST, 0.0, PLAIN))._replace(decode_node=NodeId("d0"))
+    view.placed(asked, placement, 0.0)
+    view.prefill_done(asked.request_id, 1.0)
+    for now_s in range(2, 40):
+        learner.placed(placement._replace(request_id=f"r{now_s}", decode_node=NodeId("d1")), float(now_s))
+    assert view.corrections.ratio("d0", "decode") == 3.0
+    view.finished(asked.request_id, 40.0)
+    for now_s in range(41, 60):
+        learner.placed(placement._replace(request_id=f"r{now_s}", decode_node=NodeId("d1")), float(now_s))
+    assert view.corrections.ratio("d0", "decode") < 1.1

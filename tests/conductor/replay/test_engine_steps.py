@@ -279,6 +279,21 @@ def test_gaps_of_a_sequence_add_up_to_its_time(seed: int) -> None:
         assert seconds == pytest.approx(last_s - first_s, abs=1e-9)
 
 
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_prompts_are_put_off_for_who_has_its_kv_and_no_place_where_nobody_decodes(bounds: Bounds) -> None:
+    # the last token of the first prompt is computed as of a sequence, and the second one is put off
+    first = [
+        TraceRequest(1.0, CHUNK + 1, 5, ()),
+        TraceRequest(1.0005, 600, 5, ()),
+        TraceRequest(1.001, 40, 40, ()),
+    ]
+    rows = first + [TraceRequest(1.002 + 0.0005 * number, 50, 3, ()) for number in range(60)]
+    found, _ = simulated(rows, CPU, bounds, max_batch=2, handed=frozenset({2}))
+    expected, _ = by_the_engine(rows, CPU, bounds, max_batch=2, handed=frozenset({2}))
+    assert are_alike(found, expected, len(rows))
+    assert simulated(rows, GPU, bounds, max_batch=2, handed=frozenset({2}))[0].keys() == found.keys()
+
+
 @pytest.mark.parametrize("cost", [GPU, CPU], ids=["launched ahead", "one after the other"])
 def test_what_comes_at_one_moment_to_an_idle_node_is_one_step(cost: CostModel) -> None:
     rows = [TraceRequest(1.0, 40, 2, ()), TraceRequest(1.0, 60, 2, ()), TraceRequest(1.0, 80, 3, ())]
