@@ -114,11 +114,8 @@ class Learner:
         running.steps_before = running.decode.passed.steps_at(now_s)
         running.prompts_before = _num_prompts(running.decode)
         # those who decode there had their part of its seconds
-        prompt_s, compute_s = (
-            running.prefill.passed.prompt_s_at(now_s),
-            times.compute_s * running.share(now_s),
-        )
-        paced = self._pace.done(node_id, prompt_s, profile_s, compute_s)
+        prompt_s = running.prefill.passed.prompt_s_at(now_s)
+        paced = self._pace.done(node_id, prompt_s, profile_s, times.compute_s * running.share(now_s))
         if paced is not None:
             self._learn(now_s, node_id, "prefill", *paced)
         if placement.handoff_s:

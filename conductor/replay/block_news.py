@@ -45,7 +45,7 @@ class BlockNews:
         self._nodes[node_id] = _Unsaid()
 
     def stored(self, node_id: NodeId, event: Event, now_s: float) -> None:
-        """Take in what a node has just stored."""
+        """Take in what a node has just stored, and is to say soon if no message takes it along before."""
         self.settle(now_s)
         unsaid = self._nodes[node_id]
         if self._view_delay_s:
@@ -54,13 +54,9 @@ class BlockNews:
             self._view.kv_events(node_id, *event)
         else:
             unsaid.events.append(event)
-
-    def changed(self, node_id: NodeId, now_s: float) -> None:
-        """Take in that a node is to say what it has stored, if no message of its takes that along before."""
-        unsaid = self._nodes[node_id]
-        if unsaid.events and unsaid.due_at_s == inf:
-            unsaid.due_at_s = now_s + WAKE_DELAY_S
-            self._due.append((unsaid.due_at_s, node_id, unsaid, None))
+            if unsaid.due_at_s == inf:
+                unsaid.due_at_s = now_s + WAKE_DELAY_S
+                self._due.append((unsaid.due_at_s, node_id, unsaid, None))
 
     def spoke(self, node_id: NodeId, now_s: float, has_computed: bool = False) -> None:
         """Take in that a node sends a message, which is the first token of a prompt if it `has_computed`."""

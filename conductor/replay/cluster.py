@@ -304,7 +304,6 @@ class SimCluster:
         # what the source dropped meanwhile did not come
         blocks = request.chain[: min(request.placement.matched_blocks, source.cache.match(request.chain))]
         self.outcomes.replicas_created += self._store(node, blocks)
-        self._has_news(node)
         node.engine.add(request, now_s)
 
     def _start_prefill(self, request: SimRequest, now_s: float) -> float:
@@ -376,7 +375,6 @@ class SimCluster:
             self._store(node, request.chain[: request.computed_tokens // self._block_size])
             if node.engine.batch:
                 self._news[request.conductor].spoke(node.node_id, now_s)
-            self._has_news(node)
             return
         self._store(node, request.chain)
         request.computed_at_s = now_s
@@ -385,10 +383,8 @@ class SimCluster:
             if request.tail_s and not request.flow:
                 # all but the last chunk's KV has come
                 self._at(now_s + request.tail_s, self._left_pipeline, request, request.request_id)
-                self._has_news(node)
                 return
         self._one_part_done(request)
-        self._has_news(node)
 
     def _one_part_done(self, request: SimRequest) -> None:
         request.waits_for -= 1
@@ -411,7 +407,6 @@ class SimCluster:
         node = self._nodes[placement.decode_node]
         if self.options.decode_caches:
             self._store(node, request.chain)
-            self._has_news(node)
         if request.first_token_s is None:
             request.first_token_s = now_s
         else:
@@ -479,8 +474,3 @@ class SimCluster:
             for news in self._news:
                 news.stored(node.node_id, event, self.now_s)
         return len(stored)
-
-    def _has_news(self, node: SimNode) -> None:
-        """Let a node say what it has stored, if it has not yet."""
-        for news in self._news:
-            news.changed(node.node_id, self.now_s)

@@ -103,7 +103,7 @@ class SimEngine:
         self._started_at_s = self._first_s = self._growth_s = 0.0
         self._ends_prompts = False  # the prompts of all its chunks are done with it
         self._is_cut = False  # because somebody came; where it has no steps, a plan is due
-        self._launched_steps, self._has_ended = 0, False  # after it with nobody new; somebody, before it
+        self._launched_steps, self._has_ended = 0, False  # steps after it; whether somebody ended before it
         self._is_between_steps = False
 
     @property

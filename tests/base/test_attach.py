@@ -7,7 +7,7 @@ import pytest
 
 from base.attach import CONNECT_TIMEOUT_S, FOREIGN_BACKOFF_S, AttachClient, MessageObserver
 from base.errors import ForeignPeerError, ProtocolError
-from base.messages import Failed, Registered, Reserve, Tokens
+from base.messages import Failed, Prefilled, PrefillTimes, Registered, Reserve, Tokens
 from base.request import RequestId, SampledToken, TokenLogprobs
 from base.turns import TURN_UNITS
 from base.wire import lease_to, refused, to_node
@@ -154,6 +154,22 @@ def test_the_state_is_told_every_heartbeat_and_soon_after_a_result_that_went_wit
         (2.521, [], True),
         (4.521, [], True),
     ]
+
+
+def test_the_state_goes_with_each_first_token_however_short_ago_it_went():
+    def begin(link):
+        end, loop = link.end, asyncio.get_running_loop()
+        end.send(Failed(RequestId("a"), "LostError", "x"))
+        first = Prefilled(RequestId("b"), SampledToken(5), None, 0, (), PrefillTimes(0.0, 0.1, 0.0))
+        loop.call_later(0.001, end.send, first)
+        loop.call_later(0.002, end.send, Failed(RequestId("c"), "LostError", "x"))
+
+    links, _ = attached_for(1.0, begin)
+    sent = [
+        (round(at_s, 3), len(message.prefilled), message.HasField("heartbeat"))
+        for at_s, message in links[0].sent[1:]
+    ]
+    assert sent == [(0.0, 0, True), (0.5, 0, True), (0.501, 1, True), (0.502, 0, False), (0.522, 0, True)]
 
 
 def test_tokens_that_pile_up_leave_in_messages_of_a_turn_each_in_order_and_none_is_lost():

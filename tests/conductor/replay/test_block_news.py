@@ -22,7 +22,6 @@ class Heard:
 
     def stored(self, block: int, now_s: float) -> None:
         self.news.stored(NODE, (self.number, [block], []), now_s)
-        self.news.changed(NODE, now_s)
         self.number += 1
 
     def blocks(self, now_s: float) -> int:
