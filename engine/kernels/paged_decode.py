@@ -310,26 +310,33 @@ def _join_parts(
     count = tl.load(parts + num_items + seq)
     length = tl.load(context_lens + seq)
     first, span = _part_span(length, tl.maximum(count, 1), WINDOW, TILE)
-    splits = tl.arange(0, MAX_SPLITS)
+    AT_ONCE: tl.constexpr = min(MAX_SPLITS, max(4, 4096 // DIM_PAD))  # parts that registers have room for
+    splits = tl.arange(0, AT_ONCE)
     dims = tl.arange(0, DIM_PAD)
-    # parts with nothing to do wrote nothing
-    wrote = (splits < count) & (first + splits * span < length)
-    item = tl.load(parts + num_items + tl.num_programs(1) + seq) + splits
+    first_item = tl.load(parts + num_items + tl.num_programs(1) + seq).to(tl.int64)
     _await_inputs(OVERLAPS)
     if count == 1:
         return
     for head in range(tl.program_id(0), num_heads, tl.num_programs(0)):
-        at = item.to(tl.int64) * num_heads + head
-        log_sum = tl.load(log_sums + at, mask=wrote, other=float("-inf"))
-        highest = tl.maximum(tl.max(log_sum, 0), -1.0e30)  # finite for a row of padding too
+        highest = tl.cast(-1.0e30, tl.float32)  # finite for a row of padding too
+        total = tl.cast(0.0, tl.float32)
         if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            highest = tl.maximum(highest, sink)
-        weights = tl.exp2(log_sum - highest)
-        total = tl.sum(weights, 0)
-        if SINKS:
-            total += tl.exp2(sink - highest)
-        source = partial + at[:, None] * DIM + dims[None, :]
-        mixed = tl.load(source, mask=wrote[:, None] & (dims < DIM)[None, :], other=0.0)
-        mixed = tl.sum(mixed * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+            highest = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            total = tl.cast(1.0, tl.float32)
+        mixed = tl.zeros([DIM_PAD], tl.float32)
+        for begin in range(0, count, AT_ONCE):
+            split = begin + splits
+            # parts with nothing to do wrote nothing
+            wrote = (split < count) & (first + split * span < length)
+            at = (first_item + split) * num_heads + head
+            log_sum = tl.load(log_sums + at, mask=wrote, other=float("-inf"))
+            source = partial + at[:, None] * DIM + dims[None, :]
+            part = tl.load(source, mask=wrote[:, None] & (dims < DIM)[None, :], other=0.0)
+            raised = tl.maximum(highest, tl.max(log_sum, 0))
+            weights = tl.exp2(log_sum - raised)
+            kept = tl.exp2(highest - raised)
+            total = total * kept + tl.sum(weights, 0)
+            mixed = mixed * kept + tl.sum(part * weights[:, None], 0)
+            highest = raised
+        mixed = mixed / tl.where(total > 0, total, 1.0)
         tl.store(output + (seq * num_heads + head) * DIM + dims, mixed, mask=dims < DIM)
