@@ -7,8 +7,9 @@ PROMPT ?= In one sentence: what is the capital of France?
 INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 
 # Groups are made in tests/conftest.py: a file's tests stay in one process, those of the
-# cluster too, because they share a model or a cluster. Their order is made there too.
-PYTEST := $(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+# cluster too, because they share a model or a cluster. Their order is made there too. GPUs are
+# hidden: kernels run in Triton's interpreter, on CPU tensors, as on a machine that has none.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
