@@ -225,6 +225,8 @@ class NodeInfo:
     """Relative error of logits, against those of the weights that were quantised."""
     kv_token_bytes: int = 0
     """Bytes of a token's KV in all layers and ranks; 0: not said."""
+    max_batch: int = 0
+    """Sequences of one step, at most; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         weights=engine.quantization.format,
         weights_error=engine.quantization.error,
         kv_token_bytes=engine.layout.token_bytes,
+        max_batch=engine.loop.scheduler.max_batch,
     )
 
 

@@ -126,11 +126,10 @@ def _pool_tbt_s(
     if not view.decode_mask >> node.slot & 1:
         # lent: it is no part of the pool
         context_tokens = node.decode_context_tokens + request.num_tokens
-        return cost.decode_step_s(node.decode_sequences + 1, context_tokens) * ratio
+        return cost.gap_s(node.decode_sequences + 1, context_tokens, node.places) * ratio
     num_nodes = (view.decode_mask | view.lent_mask).bit_count()
-    predicted_s = (
-        cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio
-    )
+    context_tokens = tokens / num_nodes + request.num_tokens
+    predicted_s = cost.gap_s(sequences / num_nodes + 1, context_tokens, node.places) * ratio
     if view.lent_mask:
         # of the mean those have little who lend: it would promise room that this node refuses in the end
         predicted_s = max(predicted_s, joined_tbt_s(node, cost, request.num_tokens, ratio))
@@ -169,8 +168,8 @@ def admit_to_decode(
 
 def joined_tbt_s(node: NodeState, cost: CostModel, context_tokens: int, ratio: float) -> float:
     """Return the step time on `node` once a prefilled sequence has joined it."""
-    step_s = cost.decode_step_s(node.running_sequences + 1, node.running_context_tokens + context_tokens)
-    return step_s * ratio
+    tokens = node.running_context_tokens + context_tokens
+    return cost.gap_s(node.running_sequences + 1, tokens, node.places) * ratio
 
 
 def _bounded(seconds: float) -> float:

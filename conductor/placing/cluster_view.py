@@ -110,7 +110,8 @@ class ClusterView:
         slot = next(slot for slot in count() if slot not in self.members)
         tokens = info.num_blocks * info.block_size
         events, learned = NodeEvents(self.index, slot), self.corrections.of(info.node_id)
-        node = NodeState(info, slot, events, learned, PassedTime(now_s), tokens, float(tokens))
+        passed, places = PassedTime(now_s), info.max_batch or inf
+        node = NodeState(info, slot, events, learned, passed, tokens, float(tokens), places)
         self.members[slot] = self._nodes[info.node_id] = node
         self._refresh_roles(node, now_s)
         return node
@@ -170,8 +171,7 @@ class ClusterView:
     def load_of(self, node_id: NodeId, now_s: float) -> tuple[float, float]:
         """Return the predicted seconds of a member's queue of prompts and of its next decode step.
 
-        NaN where it has not the role, or takes nothing more.
-        """
+        NaN where it has not the role, or takes nothing more."""
         slot = self._nodes[node_id].slot
         queue_s = step_s = nan
         if self.prefill_mask >> slot & 1:
@@ -441,7 +441,7 @@ class ClusterView:
         node.count_running(more, tokens, bound_s)
         self.running_sequences += more
         self.running_context_tokens += tokens
-        step_s = self._cost.decode_step_s(node.running_sequences, node.running_context_tokens)
+        step_s = self._cost.placed_step_s(node.running_sequences, node.running_context_tokens, node.places)
         node.passed.change(now_s, step_s, share_beside_running(node, step_s))
 
     def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
@@ -474,8 +474,9 @@ class ClusterView:
             self.decode_order.set(node.slot, step_s * COMPUTES_TOO if computes else step_s)
 
     def _step_s(self, node: NodeState) -> float:
-        """Return the predicted seconds of a step without prompts, with all who are to decode on a node."""
-        step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+        """Return the predicted seconds of a token without prompts, with all who are to decode on a node."""
+        sequences = node.decode_sequences + (node.decode_sequences >= node.places)  # the next would wait
+        step_s = self._cost.gap_s(sequences, node.decode_context_tokens, node.places)
         return step_s * node.learned.decode.ratio
 
     def note_lent(self, node: NodeState) -> None:

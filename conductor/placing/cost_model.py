@@ -96,6 +96,21 @@ class CostModel:
             step_s += self._experts_s * hit_share(self._expert_share, batch)
         return step_s
 
+    def placed_step_s(self, sequences: float, context_tokens: float, places: float) -> float:
+        """Return the seconds of a step where so many are to decode and `places` do at a time."""
+        if sequences > places:
+            sequences, context_tokens = places, context_tokens * places / sequences
+        return self.decode_step_s(sequences, context_tokens)
+
+    def gap_s(self, sequences: float, context_tokens: float, places: float) -> float:
+        """Return the mean seconds of a token where so many are to decode and `places` do at a time.
+
+        Who has no place waits for one, once: over its tokens that is as if all took turns.
+        """
+        if sequences <= places:
+            return self.decode_step_s(sequences, context_tokens)
+        return self.placed_step_s(sequences, context_tokens, places) * sequences / places
+
     def beside_chunks_s(self, new_tokens: int, prefix_tokens: int) -> float:
         """Return the seconds of a prompt that are in none of its chunks' steps.
 

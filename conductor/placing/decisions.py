@@ -75,6 +75,8 @@ class NodeSeen(NamedTuple):
     """The share of the blocks that it stored lately for which another one had to go."""
     receiving_s: float = 0.0
     """Seconds that its link takes for all that is to be handed over to it."""
+    max_batch: int = 0
+    """Sequences of one step, at most; 0: not said."""
 
 
 class ViewSeen(NamedTuple):
@@ -249,12 +251,14 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         view.paces.class_of(slot),
         node.evict_share,
         node.receiving_s,
+        node.info.max_batch,
     )
 
 
 def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     roles = {Role.PREFILL: node.prefills, Role.DECODE: node.decodes}
-    info = bare_node(node.node_id, frozenset(role for role in roles if roles[role]), 0, view.block_size)
+    has = frozenset(role for role in roles if roles[role])
+    info = bare_node(node.node_id, has, 0, view.block_size, max_batch=node.max_batch)
     state = view.add_node(info, 0.0)
     state.num_queued = node.num_queued
     state.queued_s = node.queued_s

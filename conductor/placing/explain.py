@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
+from math import inf
 from typing import Any, Protocol
 
 from base.request import NodeId, RequestId, finite_or_none
@@ -306,8 +307,10 @@ def _decode_candidates(
         {
             "node": node.node_id,
             "matched_blocks": node.matched_blocks,
-            "tbt_s": cost.decode_step_s(
-                node.decode_sequences + 1, node.decode_context_tokens + made.asked.num_tokens
+            "tbt_s": cost.gap_s(
+                node.decode_sequences + 1,
+                node.decode_context_tokens + made.asked.num_tokens,
+                node.max_batch or inf,
             ),
             "beside_s": beside_s(node),
             "sequences": node.decode_sequences,

@@ -113,7 +113,7 @@ def _inline(
     queue_s, prefill_s, share = beside
     node_id, matched = node.info.node_id, matched_tokens(request, depth, view)
     context_tokens = node.decode_context_tokens + request.num_tokens
-    tbt_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens) * node.learned.decode.ratio
+    tbt_s = cost.gap_s(node.decode_sequences + 1, context_tokens, node.places) * node.learned.decode.ratio
     return Placement(
         request.request_id,
         node_id,
@@ -153,7 +153,7 @@ def beside_decoding(
     prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - matched, matched))
     if not node.running_sequences:
         return node.queued_s, prefill_s, 1.0
-    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens)
+    step_s = cost.placed_step_s(node.running_sequences, node.running_context_tokens, node.places)
     step_s *= node.learned.decode.ratio
     share = prompt_share(step_s, node.tightest_tbt_s)
     if share < LEAST_SHARE:

@@ -32,6 +32,8 @@ class NodeState:
     passed: PassedTime
     capacity_tokens: int
     reported_free_tokens: float
+    # sequences of one step, at most
+    places: float
     is_member: bool = True
     # by its own word: nothing new is placed on it
     is_draining: bool = False
@@ -134,11 +136,16 @@ def _least_of(bounds: dict[float, int], bound_s: float, count: int) -> float:
 
 
 def bare_node(
-    node_id: NodeId, roles: frozenset[Role], num_blocks: int, block_size: int, epoch: int = 0
+    node_id: NodeId,
+    roles: frozenset[Role],
+    num_blocks: int,
+    block_size: int,
+    epoch: int = 0,
+    max_batch: int = 0,
 ) -> NodeInfo:
     """Return a node that nobody can connect to: what placement reads of one, and no more."""
     peer = PeerDescriptor(node_id, epoch, ())
-    return NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "")
+    return NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "", max_batch=max_batch)
 
 
 def require_same_kv(info: NodeInfo, others: Iterable[NodeInfo], block_size: int) -> None:

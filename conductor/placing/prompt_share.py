@@ -46,7 +46,7 @@ def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
     Args:
         ratio: How much longer the node's steps take than predicted.
     """
-    step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio
+    step_s = cost.placed_step_s(node.decode_sequences, node.decode_context_tokens, node.places) * ratio
     return prompt_share(step_s, node.tightest_tbt_s)
 
 
@@ -62,7 +62,7 @@ def decode_load(node: NodeState, cost: CostModel, ratio: float) -> float:
         ratio: How much longer the node's steps take than predicted.
     """
     idle_s = cost.profile.decode_fixed_s * ratio
-    step_s = cost.decode_step_s(node.running_sequences, node.running_context_tokens) * ratio
+    step_s = cost.gap_s(node.running_sequences, node.running_context_tokens, node.places) * ratio
     bound_s = KEPT_MEAN * node.tightest_tbt_s
     if bound_s == inf or bound_s <= idle_s:
         bound_s = target_gap_s(idle_s)

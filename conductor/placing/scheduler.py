@@ -301,7 +301,7 @@ def _combine(
     step_s = 0.0
     if request.max_tokens:
         context_tokens = decode_node.decode_context_tokens + request.num_tokens
-        step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
+        step_s = cost.gap_s(decode_node.decode_sequences + 1, context_tokens, decode_node.places)
     step_s *= decode_node.learned.decode.ratio
     dispatch_s = prefill_node.learned.added_s
     if handoff_s:

@@ -211,6 +211,7 @@ class SimNode:
             block_size=LAYOUT.block_size,
             peer=self.agent.descriptor,
             host=self.plan.name,
+            max_batch=self.engine.scheduler.max_batch,
         )
 
     def _faulty(self, transport):

@@ -47,6 +47,10 @@ class Steps:
         self.asked.append((sequences, context_tokens))
         return self._step_s
 
+    def gap_s(self, sequences, context_tokens, places):
+        assert sequences <= places, "each has a place"
+        return self.decode_step_s(sequences, context_tokens)
+
 
 def placed(view, request):
     return require_placement(place(request._replace(slo=Slo()), view, COST, 0.0))

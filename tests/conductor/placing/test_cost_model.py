@@ -73,6 +73,15 @@ def test_hand_off_of_a_long_computation_shows_one_layer() -> None:
     assert cost.handoff_s(10_000, compute_s=0.0) == pytest.approx(whole_s * (1 + 1 / 80))
 
 
+def test_sequences_without_a_place_lengthen_each_ones_tokens_and_no_step() -> None:
+    cost = CostModel(load_profile("h200-llama8b"))
+    step_s = cost.decode_step_s(256, 256 * 400)
+    assert cost.placed_step_s(256, 256 * 400, 256) == cost.gap_s(256, 256 * 400, 256) == step_s
+    assert cost.placed_step_s(384, 384 * 400, 256) == pytest.approx(step_s)
+    assert cost.gap_s(384, 384 * 400, 256) == pytest.approx(1.5 * step_s)
+    assert cost.gap_s(384, 384 * 400, math.inf) == cost.decode_step_s(384, 384 * 400)
+
+
 def test_correction_converges_to_a_steady_ratio() -> None:
     corrections = Corrections()
     assert corrections.ratio("n", "prefill") == 1.0

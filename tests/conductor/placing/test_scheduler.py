@@ -378,3 +378,21 @@ def test_a_node_with_prompts_of_another_conductor_is_not_idle() -> None:
     assert ends_s > 1.0
     assert turn_of(*asked, 0.0) is Turn.LATER
     assert turn_of(*asked, ends_s - 0.4) is Turn.NOW
+
+
+def test_a_sequence_goes_where_a_place_in_the_step_is_free_and_is_predicted_to_wait_where_none_is():
+    view = make_view(1, 0, COST)
+    for name, max_batch in (("d0", 4), ("d1", 8)):
+        view.add_node(make_info(name, Role.DECODE, max_batch=max_batch), 0.0)
+    chosen = []
+    for number in range(16):
+        request = make_request(str(number))
+        placement = require_placement(place(request, view, COST, 0.0))
+        view.placed(request, placement, 0.0)
+        chosen.append((placement.decode_node, placement.predicted_tbt_s))
+    nodes = [node for node, _ in chosen]
+    assert (nodes[:12].count("d0"), nodes[:12].count("d1")) == (4, 8)
+    assert nodes[12:].count("d1") > nodes[12:].count("d0")
+    step_s = COST.decode_step_s(8, 0)
+    assert all(gap_s < 1.1 * step_s for _, gap_s in chosen[:12])
+    assert all(gap_s > 1.1 * step_s for _, gap_s in chosen[12:])
