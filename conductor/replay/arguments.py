@@ -118,7 +118,8 @@ def _add_cluster(add: Callable[..., object]) -> None:
     )
     chunk = "of a step (the profile says); 0: all of a prompt"
     add("--chunk-tokens", type=whole(0, 1 << 20), metavar="N", help=chunk)
-    add("--max-batch", type=whole(1, MAX_COUNT), metavar="N", help="sequences in one step (any number)")
+    batch = "sequences in one step (256, as on a GPU; with --plain any number)"
+    add("--max-batch", type=whole(1, MAX_COUNT), metavar="N", help=batch)
     pipeline = "prefill nodes that pipeline each prompt (CPP)"
     add("--stages", type=whole(1, MAX_NODES), default=1, metavar="X", help=pipeline)
     disk = "tokens of KV on each node's disk (the profile's)"

@@ -264,7 +264,7 @@ def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str
         chunk_tokens=args.chunk_tokens,
         decode_caches=args.decode_caches,
         step_budgets=not args.whole_chunks,
-        max_batch=args.max_batch or inf,
+        max_batch=args.max_batch or (inf if args.plain else EngineConfig().sequences(on_gpu=True)),
         seed=args.seed,
     )
     return Plan(
