@@ -160,6 +160,8 @@ async def run_rows(
     prompts = Prompts(engine.vocab_size, 0)
     formats = options.quantization, options.kv_dtype
     work = work_of(SHAPES[options.model], options.ranks, *formats)
+    if options.same_experts:
+        work = replace(work, num_experts=work.num_chosen)
     driver = Driver(engine, prompts)
     outcomes = []
     try:

@@ -68,6 +68,24 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
     assert capsys.readouterr().out.count("%") == 6 + 6 + 12 + 4
 
 
+@pytest.mark.parametrize(
+    ("family", "kv_dtype", "cached"),
+    [("deepseek_v3", "auto", "float32"), ("mixtral", "fp8", "float8_e4m3fn")],
+)
+def test_latents_experts_and_kv_of_8_bits_are_measured_and_named(
+    family: str, kv_dtype: str, cached: str
+) -> None:
+    config = EngineConfig("cpu", "float32", 16, 0.01, chunk_tokens=64, max_batch=8, kv_dtype=kv_dtype)
+    engine = assemble_engine(config, PagedModel(make_family(family)), SystemClock())
+    points = asyncio.run(measure(engine, GRID))
+    assert all(point.seconds > 0 for point in [*points.prefill, *points.decode, *points.steps])
+    points.prefill[:] = [replace(point, seconds=0.001 + 1e-4 * point.tokens) for point in points.prefill]
+    points.decode[:] = [replace(point, seconds=0.001 + 1e-5 * point.tokens) for point in points.decode]
+    profile = make_profile(make_parser().parse_args([]), engine, points)
+    assert (profile.kv_dtype, profile.kv_token_bytes) == (cached, engine.layout.token_bytes)
+    assert profile.expert_share > 0
+
+
 def test_what_prompts_and_steps_take_is_found() -> None:
     costs = {
         "prefill_token_s": 2e-5,
