@@ -11,6 +11,8 @@ INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 # hidden: kernels run in Triton's interpreter, on CPU tensors, as on a machine that has none.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
+# The model is fetched while the code is checked.
+MAKEFLAGS += -j2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -49,14 +51,15 @@ docs: $(VENV)/.installed
 	$(BIN)/mkdocs build --strict --quiet
 
 # torch first and by exact version: a plain `torch` draws gigabytes of CUDA packages on
-# a machine that has no GPU.
+# a machine that has no GPU. pip would compile what it installs on one core; templates among it do not.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is too old: Python 3.11 or later is needed (make PYTHON=python3.11)"; exit 1; }
 	@echo "installing into $(VENV): some minutes, once"
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) torch
-	@$(INSTALL) -e '.[dev]'
+	@$(INSTALL) --no-compile torch
+	@$(INSTALL) --no-compile -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # Fetched and converted once, so that no start and no test has to.

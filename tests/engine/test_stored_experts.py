@@ -74,7 +74,10 @@ def experts_of(model: torch.nn.Module) -> list[QuantizedExperts]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_moe", "deepseek_v3"))],
+)
 def test_published_experts_say_what_their_floats_say(family: str, form: str, tmp_path: Path) -> None:
     has_rest = DTYPES.get(form) != torch.uint8  # layers beside experts have inputs that do not divide
     folder = publish(tmp_path, family, form, lambda key: has_rest or "experts" in key)

@@ -15,7 +15,7 @@ GROUPS = {"two stages": (1, 2), "two that share the heads": (2, 1), "two stages 
 
 
 PAIRS = [(group, kind) for kind in KINDS for group in GROUPS]
-FAST = [("two stages", "heads"), ("two that share the heads", "heads in 8 bits"), ("two stages", "latents")]
+FAST = [("two that share the heads", "heads in 8 bits"), ("two stages", "latents")]
 
 
 def family_of(folder, kind):

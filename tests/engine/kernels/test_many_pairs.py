@@ -16,7 +16,7 @@ def test_gate_and_up_become_one_row(num_pairs: int, inner: int) -> None:
     assert relative_error(gated(both), silu(gate) * up) < 2e-6
 
 
-@pytest.mark.parametrize("is_ordered", [True, False])
+@pytest.mark.parametrize("is_ordered", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_tokens_pairs_are_found_weighted_and_added_and_those_of_other_ranks_are_not(
     is_ordered: bool,
 ) -> None:
