@@ -281,7 +281,8 @@ class Cluster:
                 while not await asyncio.to_thread(is_so):  # noqa: ASYNC110
                     await asyncio.sleep(HEALTH_PERIOD_S)
         except TimeoutError as error:
-            raise RuntimeError(f"{problem}; logs: {self.log_folder}") from error
+            why = "".join(f": {reason}" for reason in refusals(self.log_folder))
+            raise RuntimeError(f"{problem}{why}; logs: {self.log_folder}") from error
 
     async def _launch(
         self,
@@ -343,6 +344,17 @@ async def _run(command: tuple[str, ...], note: Callable[[str], None]) -> str:
     if status != 0 or not lines:
         raise ConfigError("\n".join(logged) or f"{' '.join(command)} ended with status {status}")
     return lines[-1]
+
+
+def refusals(folder: Path) -> list[str]:
+    """Return why conductors refused the nodes that came last, by their logs in a run's folder."""
+    found = []
+    for path in sorted(folder.glob("conductor*.log")):
+        lines = (line for line in path.open(errors="replace") if " node refused reason=" in line)
+        if last := deque(lines, maxlen=1):
+            reason = last[0].partition(" node refused reason=")[2].strip()
+            found.append(json.JSONDecoder().raw_decode(reason)[0] if reason.startswith('"') else reason)
+    return found
 
 
 def _forget_old_runs(folder: Path, in_use: set[Path]) -> None:
