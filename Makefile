@@ -11,8 +11,6 @@ INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 # hidden: kernels run in Triton's interpreter, on CPU tensors, as on a machine that has none.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
-# The model is fetched while the code is checked.
-MAKEFLAGS += -j2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -24,7 +22,9 @@ CACHE ?= $(HOME)/.cache/conductor-cluster
 run: $(VENV)/.model
 	$(BIN)/conductor up --prompt "$(PROMPT)"
 
-test: check $(VENV)/.model
+# The model is fetched while the code is checked.
+test: $(VENV)/.installed
+	@$(MAKE) --no-print-directory -j2 check $(VENV)/.model
 	$(PYTEST)
 
 test-full: check $(VENV)/.model

@@ -411,7 +411,8 @@ class ClusterConfig:
         sizes = {self.prefill.engine.block_size, self.decode.engine.block_size}
         require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
         stored = {self.prefill.engine.kv_dtype, self.decode.engine.kv_dtype}
-        require(len(stored) == 1, "decode.engine.kv_dtype", "equal to prefill.engine.kv_dtype")
+        both = self.prefill.nodes and self.decode.nodes
+        require(len(stored) == 1 or not both, "decode.engine.kv_dtype", "equal to prefill.engine.kv_dtype")
         formats = {self.prefill.engine.quantization, self.decode.engine.quantization}
         require(
             len(formats) == 1 or self.mixed_weights,

@@ -19,6 +19,7 @@ import random
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -220,7 +221,8 @@ class TimedNode:
         self.engine = Engine(
             loop, device, scheduler, pool, memory, layout, *limits, "timed", (self.cache.part,)
         )
-        self._info, self._clock, self._tasks = info, clock, tasks
+        self._info = replace(info, max_batch=scheduler.max_batch)
+        self._clock, self._tasks = clock, tasks
         self._state = SharedState(self.engine, info.roles, None)
         self._kv = NodeKv(layout, (self.cache,))
         self.running = [tasks.create_task(loop.run())]

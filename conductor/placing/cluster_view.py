@@ -169,7 +169,7 @@ class ClusterView:
         return list(self._nodes)
 
     def load_of(self, node_id: NodeId, now_s: float) -> tuple[float, float]:
-        """Return the predicted seconds of a member's queue of prompts and of its next decode step.
+        """Return the predicted seconds of a member's queue of prompts and of a token of who decodes there.
 
         NaN where it has not the role, or takes nothing more."""
         slot = self._nodes[node_id].slot

@@ -35,7 +35,7 @@ from kvstore.index import Group
 TAKEN = 3.0
 
 # Prefill nodes count as busy for so much of their time at most: at 1 a queue would never end.
-MOST_BUSY = 0.6
+MOST_BUSY = 0.62
 
 Beside = tuple[float, float, float]
 """Seconds of queue and of prefill, and the prompt's share of the node's time."""
@@ -158,4 +158,8 @@ def beside_decoding(
     share = prompt_share(step_s, node.tightest_tbt_s)
     if share < LEAST_SHARE:
         return None
-    return node.queued_s + step_s, prefill_s / share, share
+    queue_s = node.queued_s + step_s
+    if (behind := node.running_sequences + 1 - node.places) > 0:
+        # a prompt needs a place in the step too, after those who wait for one
+        queue_s += behind * view.mean_output_tokens * step_s / node.places
+    return queue_s, prefill_s / share, share

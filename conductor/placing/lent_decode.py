@@ -154,6 +154,8 @@ def _bears(
     is_member = view.prefill_mask & ~view.decode_mask & 1 << node.slot
     if not is_member or node.free_tokens < needed or node.info.node_id in request.avoid:
         return False
+    if node.decode_sequences + 1 >= node.places:
+        return False  # a prompt needs a place too
     return _joined_s(request, node, cost) <= bearable_s(request, node, cost)
 
 

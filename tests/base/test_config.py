@@ -98,6 +98,7 @@ def test_pools_must_agree_on_the_block_size():
     ClusterConfig(decode=PoolConfig(engine=EngineConfig(quantization="int4")), mixed_weights=True)
     with pytest.raises(ValueError, match=r"decode\.engine\.kv_dtype: equal to prefill\.engine\.kv_dtype"):
         ClusterConfig(prefill=PoolConfig(engine=EngineConfig(kv_dtype="fp8")), mixed_weights=True)
+    ClusterConfig(prefill=PoolConfig(engine=EngineConfig(kv_dtype="fp8")), decode=PoolConfig(nodes=0))
     with pytest.raises(ValueError, match="quantization: one of none, fp8, int8, int4"):
         EngineConfig(quantization="int2")
 

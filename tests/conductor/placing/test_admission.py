@@ -5,7 +5,7 @@ from math import e, inf, nextafter
 
 import pytest
 
-from base.request import NodeId, RequestId, Slo
+from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.admission import (
     RETRY_AFTER_S,
     TBT_HEADROOM,
@@ -23,6 +23,7 @@ from tests.conductor.builders import (
     BLOCK_SIZE,
     make_cost,
     make_heartbeat,
+    make_info,
     make_request,
     make_view,
     require_placement,
@@ -285,3 +286,18 @@ def test_the_second_test_takes_what_has_no_bound_and_everything_without_a_policy
     assert admit_to_decode(node, endless, 1, Slo(tbt_slo_s=inf), PREDICT)
     assert admit_to_decode(node, endless, 1, Slo(tbt_slo_s=1e-9), RejectPolicy.NONE)
     assert not admit_to_decode(node, Steps(1.0), 1, Slo(tbt_slo_s=1.0), PREDICT)
+
+
+def test_a_node_with_few_places_is_part_of_a_pool_that_has_many():
+    view = make_view(1, 0)
+    for name, max_batch in (("d0", 8), ("d1", 256)):
+        view.add_node(make_info(name, Role.DECODE, max_batch=max_batch), 0.0)
+    cost, nodes = make_cost(), []
+    slo = Slo(tbt_slo_s=2 * cost.decode_step_s(60, 60 * BLOCK_SIZE))
+    for number in range(100):
+        request = make_request(str(number), blocks=1, first_block=number, slo=slo)
+        placement = require_placement(place(request, view, cost, 0.0))
+        view.placed(request, placement, 0.0)
+        view.prefill_done(request.request_id, 0.0)
+        nodes.append(placement.decode_node)
+    assert 8 <= nodes.count("d0") < 16

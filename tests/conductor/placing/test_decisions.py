@@ -24,7 +24,9 @@ COST = make_cost()
 def history(seed, settings, num_requests=80):
     """Decisions of a small busy cluster, with corrections, fetches, drains and rejections."""
     rng = random.Random(seed)
-    view, now_s, running, made = make_view(3, 3, COST), 0.0, [], []
+    view, now_s, running, made = make_view(3, 1, COST), 0.0, [], []
+    view.add_node(make_info("d1", Role.DECODE, max_batch=10 * seed), 0.0)
+    view.add_node(make_info("d2", Role.DECODE, max_batch=2 * seed), 0.0)
     if settings.roles_follow:
         for slot in range(3):
             view.prefill_order.set(slot, 20.0)

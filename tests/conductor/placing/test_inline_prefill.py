@@ -6,13 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from base.request import NodeId, RequestId, Slo
+from base.request import NodeId, RequestId, Role, Slo
 from base.step_budget import KEPT_MEAN, target_gap_s
 from conductor.placing.placement import PlacementRequest, RejectReason
 from conductor.placing.prompt_share import CHUNK_SHARE, LEAST_SHARE
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view, require_placement
+from tests.conductor.builders import (
+    BLOCK_SIZE,
+    make_cost,
+    make_info,
+    make_request,
+    make_view,
+    require_placement,
+)
 
 COST = make_cost()
 INLINE = SchedulerSettings(RejectPolicy.NONE, roles_follow=True)
@@ -89,7 +96,7 @@ def test_who_waits_behind_counts_for_each_second_of_a_prefill_node():
 
 def test_who_comes_until_the_line_is_gone_counts_as_well():
     lines = []
-    for busy in (0.0, 0.5, 0.8, 1.5):
+    for busy in (0.0, 0.3, 0.62, 1.5):
         view, long = make_view(2, 1), make_request(blocks=40)
         decoding(view, 6, 0.05)
         view.prefill_demand.restore(busy * view.num_prefill, 0.0)
@@ -169,3 +176,18 @@ def test_the_account_of_an_inline_prefill_is_empty_at_its_end(tokens):
     view.finished(request.request_id, 2.0, 5)
     node = view.node(NodeId("d0"))
     assert (node.num_queued, node.queued_s, node.queued_tokens, node.decode_sequences) == (0, 0.0, 0, 0)
+
+
+def test_a_prompt_waits_for_a_place_in_the_step_of_the_node_that_computes_it():
+    queues = []
+    for max_batch in (0, 8, 4):
+        view = make_view(1, 0)
+        view.add_node(make_info("d0", Role.DECODE, max_batch=max_batch), 0.0)
+        decoding(view, 6)
+        view.prefill_order.set(0, 1e4)
+        placement = placed(view, short_request(600))
+        assert placement.is_inline
+        queues.append(placement.queue_s)
+    assert queues[0] == queues[1]
+    step_s = COST.placed_step_s(6, view.node(NodeId("d0")).running_context_tokens, 4)
+    assert queues[2] == pytest.approx(step_s * (1 + 3 * view.mean_output_tokens / 4))

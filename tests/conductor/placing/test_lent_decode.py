@@ -202,3 +202,13 @@ def test_a_dead_nodes_requests_say_nothing_of_who_has_its_slot():
     assert view.add_node(make_info("p9", Role.PREFILL), 1.0).slot == 0
     view.finished(requests[0].request_id, 2.0)
     assert view.lent_mask == 0
+
+
+def test_a_prefill_node_keeps_a_place_in_its_steps_for_prompts():
+    view = make_view(0, 1)
+    view.add_node(make_info("p0", Role.PREFILL, max_batch=3), 0.0)
+    full_decode(view)
+    for number in range(2):
+        assert placed(view, make_request(f"r{number}", first_block=100 * number)).decode_node == "p0"
+    refused = place(make_request("last", first_block=900), view, COST, 0.0, FOLLOW)
+    assert isinstance(refused, Rejection)
