@@ -353,7 +353,9 @@ def refusals(folder: Path) -> list[str]:
         lines = (line for line in path.open(errors="replace") if " node refused reason=" in line)
         if last := deque(lines, maxlen=1):
             reason = last[0].partition(" node refused reason=")[2].strip()
-            found.append(json.JSONDecoder().raw_decode(reason)[0] if reason.startswith('"') else reason)
+            with contextlib.suppress(json.JSONDecodeError):  # it is not quoted, or the line is not whole yet
+                reason = str(json.JSONDecoder().raw_decode(reason)[0])
+            found.append(reason)
     return found
 
 

@@ -19,5 +19,8 @@ def test_the_last_reason_of_each_conductor_is_found(tmp_path):
     (tmp_path / "conductor.log").write_text("".join(said))
     (tmp_path / "conductor-1.log").write_text("".join(said[:1]))
     (tmp_path / "conductor-2.log").write_text(said[2])
+    (tmp_path / "conductor-3.log").write_text(said[1].rstrip()[:-20])
     (tmp_path / "prefill-0.log").write_text("".join(said))
-    assert refusals(tmp_path) == ["node d0 has blocks of 16", 'node d0: "key" differs']
+    first, cut, last = refusals(tmp_path)
+    assert (first, last) == ("node d0 has blocks of 16", 'node d0: "key" differs')
+    assert cut.startswith('"node d0')
