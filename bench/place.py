@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from base.config import SchedulerConfig
+from base.config import EngineConfig, SchedulerConfig
 from bench.about_run import about_run
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
@@ -78,6 +78,7 @@ def shipped(nodes: int, block_size: int) -> ClusterOptions:
         settings=scheduler_settings(service),
         learns=True,
         max_waiting=service.max_waiting,
+        max_batch=EngineConfig().sequences(on_gpu=True),
         patience_s=service.patience_s,
         slo=DEFAULT_SLO,
     )

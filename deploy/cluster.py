@@ -281,7 +281,7 @@ class Cluster:
                 while not await asyncio.to_thread(is_so):  # noqa: ASYNC110
                     await asyncio.sleep(HEALTH_PERIOD_S)
         except TimeoutError as error:
-            why = "".join(f": {reason}" for reason in refusals(self.log_folder))
+            why = "".join(f": {reason}" for reason in await asyncio.to_thread(refusals, self.log_folder))
             raise RuntimeError(f"{problem}{why}; logs: {self.log_folder}") from error
 
     async def _launch(
@@ -350,8 +350,9 @@ def refusals(folder: Path) -> list[str]:
     """Return why conductors refused the nodes that came last, by their logs in a run's folder."""
     found = []
     for path in sorted(folder.glob("conductor*.log")):
-        lines = (line for line in path.open(errors="replace") if " node refused reason=" in line)
-        if last := deque(lines, maxlen=1):
+        with path.open(errors="replace") as log:
+            last = deque((line for line in log if " node refused reason=" in line), maxlen=1)
+        if last:
             reason = last[0].partition(" node refused reason=")[2].strip()
             with contextlib.suppress(json.JSONDecodeError):  # it is not quoted, or the line is not whole yet
                 reason = str(json.JSONDecoder().raw_decode(reason)[0])

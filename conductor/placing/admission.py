@@ -27,7 +27,6 @@ from math import inf
 from base.request import Slo
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
-from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest, RejectReason
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -129,11 +128,8 @@ def _pool_tbt_s(
         context_tokens = node.decode_context_tokens + request.num_tokens
         return cost.gap_s(node.decode_sequences + 1, context_tokens, node.places) * ratio
     num_nodes = (view.decode_mask | view.lent_mask).bit_count()
-    places, context_tokens = node.places, tokens / num_nodes + request.num_tokens
-    if places != inf:
-        members = bits_of(view.decode_mask | view.lent_mask)
-        places = sum(view.members[slot].places for slot in members) / num_nodes
-    predicted_s = cost.gap_s(sequences / num_nodes + 1, context_tokens, places) * ratio
+    context_tokens = tokens / num_nodes + request.num_tokens
+    predicted_s = cost.gap_s(sequences / num_nodes + 1, context_tokens, view.decode_places) * ratio
     if view.lent_mask:
         # of the mean those have little who lend: it would promise room that this node refuses in the end
         predicted_s = max(predicted_s, joined_tbt_s(node, cost, request.num_tokens, ratio))

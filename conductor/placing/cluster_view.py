@@ -70,7 +70,7 @@ class ClusterView:
         self.decode_order = LoadOrder()
         self.prefill_mask = 0
         self.num_prefill = 1  # nodes of that mask, or 1 where there is none: seconds are divided by it
-        self.decode_mask = 0
+        self.decode_mask, self.decode_places = 0, inf  # and places in a step of the mean decode node
         self.lent_mask = 0  # prefill nodes that decode all the same (`lent_decode.py`)
         self.members: dict[int, NodeState] = {}
         """The nodes that are attached now, by slot."""
@@ -102,8 +102,7 @@ class ClusterView:
         """Admit a node; one of the same name and another epoch is replaced.
 
         Raises:
-            StaleError: its KV does not fit the other nodes'; the message says how. Nothing is changed.
-        """
+            StaleError: its KV does not fit the other nodes'; the message says how. Nothing is changed."""
         self.require_compatible(info)
         if info.node_id in self._nodes:
             self.remove_node(info.node_id)
@@ -316,8 +315,7 @@ class ClusterView:
     def projected(self, moment_s: float, now_s: float) -> tuple[float, float]:
         """Return (sequences, context tokens) expected to decode at a moment, on all nodes.
 
-        Of another conductor's requests it is known that they run, not since when: they stay.
-        """
+        Of another conductor's requests it is known that they run, not since when: they stay."""
         sequences, tokens = self.projection.at(moment_s, now_s)
         return sequences + self.foreign_sequences, tokens + self.foreign_context_tokens
 
@@ -494,6 +492,8 @@ class ClusterView:
         self.prefill_mask = self.prefill_mask | bit if Role.PREFILL in roles else self.prefill_mask & ~bit
         self.decode_mask = self.decode_mask | bit if Role.DECODE in roles else self.decode_mask & ~bit
         self.num_prefill = max(1, self.prefill_mask.bit_count())
+        places = [self.members[slot].places for slot in bits_of(self.decode_mask)]
+        self.decode_places = sum(places) / len(places) if places else inf
         self.prefill_order.remove(node.slot)
         self.decode_order.remove(node.slot)
         self._requeue(node, now_s)

@@ -162,5 +162,5 @@ def _bears(
 def _joined_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:
     """Return the predicted seconds of a step without prompts, once a request decodes on a node."""
     context_tokens = node.decode_context_tokens + request.num_tokens
-    step_s = cost.gap_s(node.decode_sequences + 1, context_tokens, node.places)
+    step_s = cost.placed_step_s(node.decode_sequences + 1, context_tokens, node.places)
     return step_s * node.learned.decode.ratio

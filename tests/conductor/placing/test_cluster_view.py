@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -323,3 +324,20 @@ def test_answers_of_one_token_leave_a_price_that_can_be_settled() -> None:
     assert view.projection.decode_s == 0.0
     require_placement(place(make_request("next", max_tokens=1), view, COST, 20.0))
     assert view.room_price.price == 1.0
+
+
+def test_places_are_those_of_the_mean_decode_node_and_of_no_other():
+    view = make_view(1, 0)
+    assert view.decode_places == inf
+    view.add_node(make_info("d0", Role.DECODE, max_batch=8), 0.0)
+    view.add_node(make_info("d1", Role.DECODE, max_batch=256), 0.0)
+    view.add_node(make_info("p9", Role.PREFILL, max_batch=4), 0.0)
+    assert view.decode_places == 132
+    view.heartbeat(NodeId("d1"), make_heartbeat(is_draining=True), 0.0)
+    assert view.decode_places == 8
+    view.set_roles(NodeId("p9"), frozenset({Role.DECODE}), 0.0)
+    assert view.decode_places == 6
+    view.remove_node(NodeId("d0"))
+    assert view.decode_places == 4
+    view.add_node(make_info("d2", Role.DECODE), 0.0)
+    assert view.decode_places == inf
