@@ -26,6 +26,7 @@ import torch
 
 from base.clock import SystemClock
 from base.config import WEIGHT_FORMATS, EngineConfig
+from base.lifetime import spare_collector
 from bench.about_run import about_run
 from bench.engine_grammar import write_tokenizer
 from bench.engine_shapes import SHAPES
@@ -68,6 +69,7 @@ async def start(config: EngineConfig, folder: str, rounded: Path) -> dict[str, f
 
     `ready_at_s` is the moment of the first token, on the clock that all processes of a machine share.
     """
+    spare_collector()  # as a node's process does
     marks = [time.perf_counter()]
     model = load_rank(config, folder, None, rounded)
     if model.device.type == "cuda":

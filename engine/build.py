@@ -44,7 +44,7 @@ from engine.ranks import Ranks, start_ranks
 from engine.runner import Runner, StepRunner
 from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
-from engine.self_check import eager_logits, require_faithful
+from engine.self_check import checked_blocks, eager_logits, require_faithful, require_right_kernels
 from engine.stored_experts import WHOLE
 from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model
@@ -210,19 +210,19 @@ def assemble_engine(
     stage = group.stage if group is not None else None
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
     parts = _parts(split, model.shape.num_heads, config.tensor_parallel)
-    layout = _checked_layout(model, config, stage, split)
+    layout, expected = _checked_layout(model, config, stage, split)
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     host_blocks = _host_blocks(config, cache) if group is None else None
     counts = expert_counts(model.module)
-    runner: StepRunner
     if stage is not None:
         sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
         runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks, counts)
     else:
         tensor = group.tensor if group is not None else None
         runner = _runner(config, model, cache, max_model_len, tensor, ranks, host_blocks, counts)
+        _check_kernels(runner, model, cache, expected, config.max_batch, max_model_len)
     if counts is not None:  # graphs are captured by steps that run
         counts.reset()
     scheduler = Scheduler(
@@ -250,8 +250,8 @@ def assemble_engine(
 
 def _checked_layout(
     model: PagedModel, config: EngineConfig, stage: Stage | None, split: tuple[int, ...]
-) -> KvLayout:
-    """Cut a model to its stage, if it has one, and return the layout of its blocks.
+) -> tuple[KvLayout, torch.Tensor]:
+    """Cut a model to its stage, if it has one; return its blocks' layout, and the logits it was checked by.
 
     Raises ConfigError if the model cannot be cut, or says something else than it did whole."""
     expected = eager_logits(model)
@@ -264,7 +264,7 @@ def _checked_layout(
         layout = scaled_layout(layout)
         error = require_faithful(model, layout, expected)
         event(log, "KV of 8 bits", logits_off_by=round(error, 4))
-    return layout
+    return layout, expected
 
 
 def _parts(split: tuple[int, ...], num_heads: int, tensor: int) -> tuple[KvPart, ...]:
@@ -317,6 +317,26 @@ def _runner(
 
     gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups, counts=counts)
     return GpuRunner(gpu_model, config, max_model_len, group, send_step, host_blocks)
+
+
+def _check_kernels(
+    runner: StepRunner,
+    model: PagedModel,
+    cache: PagedCache,
+    expected: torch.Tensor,
+    max_batch: int,
+    max_model_len: int,
+) -> None:
+    """Raise ConfigError if a GPU's steps say something else than the model's family does.
+
+    Where a sequence or the cache has no place for the checked tokens, nothing is checked."""
+    if model.device.type == "cpu" or max_model_len < len(expected):
+        return
+    from engine.gpu_runner import GpuRunner  # noqa: PLC0415
+
+    if isinstance(runner, GpuRunner) and cache.num_blocks >= checked_blocks(cache.layout):
+        error = require_right_kernels(model, cache.layout, expected, runner.logits_of, max_batch)
+        event(log, "kernels", logits_off_by=round(error, 4))
 
 
 def device_of(config: EngineConfig) -> torch.device:

@@ -19,7 +19,7 @@ Larger steps are not captured: their kernels take longer than launching them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,16 +131,22 @@ class StepGraphs:
 
         cuDNN's plans belong to the thread that this runs on, which must outlive the graphs."""
         pool = torch.cuda.graph_pool_handle()
-        for shape in reversed(self._prompts):
-            chunk = LongChunk(shape.num_tokens, 0, is_padded=True)
-            self._graphs[shape] = self._captured(shape, (chunk,), pool)
-        for shape in (*reversed(self._mixed), *reversed(self._decode)):
-            self._graphs[shape] = self._captured(shape, (), pool)
+        for ladder in (self._prompts, self._mixed, self._decode):
+            for shape in reversed(ladder):
+                length = LongChunk(shape.num_tokens, 0, is_padded=True)
+                chunks = (length,) if ladder is self._prompts else ()
+                # One token is a variant of the compiler's.
+                is_first = shape is ladder[-1] or shape.num_tokens == 1
+                self._warm_up(shape, chunks, all_layers=is_first)
+                self._graphs[shape] = self._captured(shape, chunks, pool)
+
+    def _warm_up(self, shape: StepShape, chunks: tuple[LongChunk, ...], all_layers: bool) -> None:
+        """Run a step outside of its graph, for what compiles or allocates on first use."""
+        with nullcontext() if all_layers else self._hooks.rehearsing():
+            self._run(shape, chunks)
+        torch.cuda.synchronize()  # capture must not overlap with other work of this thread
 
     def _captured(self, shape: StepShape, chunks: tuple[LongChunk, ...], pool: Any) -> StepGraph:
-        # Once outside of the graph, for what compiles or allocates on first use.
-        self._run(shape, chunks)
-        torch.cuda.synchronize()  # capture must not overlap with other work of this thread
         pieces: list[torch.cuda.CUDAGraph] = []
         with ExitStack() as piece:
 

@@ -21,6 +21,7 @@ from engine.load_progress import LoadProgress
 from engine.pipeline import layers_of
 from engine.quantized_experts import ExpertWeights
 from engine.quantized_linear import QuantizedLinear
+from engine.shared_product import layers_by_input
 
 COPIES = 8
 """Modules that are copied at once: each copy from a file waits for its pages."""
@@ -32,8 +33,13 @@ def move_to(module: nn.Module, device: torch.device) -> None:
         device = torch.device("cuda", torch.cuda.current_device())  # threads have their own
     parts = {each: size for each in module.modules() if (size := _bytes_elsewhere(each, device))}
     progress = LoadProgress("weights move", sum(parts.values()))
+    together = [found.layers for found in layers_by_input(module, nn.Linear, _are_alike)]
+    together = [layers for layers in together if len(layers) > 1 and all(layer in parts for layer in layers)]
     with ThreadPoolExecutor(COPIES, "weights") as pool:
-        moves = {pool.submit(_move, part, device): size for part, size in parts.items()}
+        moves = {
+            pool.submit(_move_together, layers, device): sum(map(parts.pop, layers)) for layers in together
+        }
+        moves |= {pool.submit(_move, part, device): size for part, size in parts.items()}
         for move in as_completed(moves):
             move.result()
             progress.add(moves[move])
@@ -106,6 +112,23 @@ class _Visit:
 
 def _move(part: nn.Module, device: torch.device) -> None:
     part._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _move_together(layers: list[nn.Linear], device: torch.device) -> None:
+    """Move layers of one input so that their weights lie one behind the other, as one product reads them."""
+    for name in ("weight", "bias"):
+        tensors = [getattr(layer, name) for layer in layers]
+        if tensors[0] is None:
+            continue
+        sizes = [len(tensor) for tensor in tensors]
+        whole = tensors[0].new_empty((sum(sizes), *tensors[0].shape[1:]), device=device)
+        for layer, tensor, place in zip(layers, tensors, whole.split(sizes), strict=True):
+            setattr(layer, name, nn.Parameter(place.copy_(tensor), requires_grad=False))
+
+
+def _are_alike(layers: list[nn.Linear]) -> bool:
+    return len({(each.in_features, each.bias is None, each.weight.dtype) for each in layers}) == 1
 
 
 def _bytes_elsewhere(part: nn.Module, device: torch.device) -> int:

@@ -249,10 +249,20 @@ def use_products(root: nn.Module) -> None:
 
 @torch.no_grad()
 def _stack(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
-    weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+    weight = nn.Parameter(_joined([part.weight for part in parts]), requires_grad=False)
     biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
-    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    bias = nn.Parameter(_joined(biases), requires_grad=False) if biases else None
     _put_slices(module, names, Product(weight, bias), [part.out_features for part in parts])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return tensors one behind the other; no copy if they lie so (`device_weights.py`)."""
+    first, at = parts[0], parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage() is not first.untyped_storage() or part.storage_offset() != at:
+            return torch.cat(parts)
+        at += part.numel()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def _put_slices(module: nn.Module, names: tuple[str, ...], product: nn.Module, sizes: list[int]) -> None:

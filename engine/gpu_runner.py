@@ -115,12 +115,7 @@ class GpuRunner(StepRunner):
             self._host_blocks.move(plan.swaps)
         if not plan.entries:
             return LaunchedStep(partial(_moved, reached_on_stream()))
-        shape = self._graphs.shape_of(plan)
-        captured = shape is not None
-        if shape is None:
-            shape = self._long_shape(plan.num_tokens, plan.num_single, len(plan.entries) - plan.num_single)
-        header = step_header(shape, () if captured else long_chunks(plan), plan.num_single)
-        self._send(plan, shape)
+        shape, header, captured = self._laid_out(plan)
         if self._send_step is not None:
             self._send_step(torch.cat([torch.tensor([captured]), header]))
         if captured:
@@ -136,6 +131,24 @@ class GpuRunner(StepRunner):
         return LaunchedStep(
             resolve if states is None else partial(_with_states, plan, resolve, states), groups
         )
+
+    def logits_of(self, plan: StepPlan) -> torch.Tensor:
+        """Compute a step before the first one is launched; return logits [num_entries, vocab_size].
+
+        Every rank calls this with the same plan, all of whose entries sample."""
+        shape, header, captured = self._laid_out(plan)
+        end, _ = self._compute(shape, header, captured)
+        return end.logits[list(_rows(plan, shape))]
+
+    def _laid_out(self, plan: StepPlan) -> tuple[StepShape, torch.Tensor, bool]:
+        """Write a plan to the step memory; return its shape and header, and whether a graph computes it."""
+        shape = self._graphs.shape_of(plan)
+        captured = shape is not None
+        if shape is None:
+            shape = self._long_shape(plan.num_tokens, plan.num_single, len(plan.entries) - plan.num_single)
+        header = step_header(shape, () if captured else long_chunks(plan), plan.num_single)
+        self._send(plan, shape)
+        return shape, header, captured
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
         """Run this rank's share of a step that the first rank launches, which has waited for prefixes."""
@@ -205,7 +218,8 @@ class GpuRunner(StepRunner):
             if num_tokens >= MIN_TOKENS and num_single <= self._max_batch:
                 shape = self._long_shape(num_tokens + num_single, num_single, 1)
                 write_padding(self._memory, shape)
-                self._run(shape, step_header(shape, (LongChunk(num_tokens, prefix),)))
+                with self._model.hooks.rehearsing():
+                    self._run(shape, step_header(shape, (LongChunk(num_tokens, prefix),)))
         self._memory.zero_()
         torch.cuda.synchronize(self._model.device)
 

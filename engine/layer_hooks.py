@@ -43,8 +43,13 @@ class LayerHooks:
         self._usual_mark = self._mark = mark
         self._arrivals: list[PrefixArrivals] = []
         self._groups: list[LayerGroup] | None = None
+        kinds = [_kind_of(layer) for layer in layers]
+        self._watched: list[_Watched] = []
         for index, layer in enumerate(layers):
-            layers[index] = _Watched(layer, partial(self._before, index), partial(self._after, index))
+            watched = _Watched(layer, partial(self._before, index), partial(self._after, index))
+            watched.repeats = kinds[index] in kinds[:index] and index + 1 < self.num_layers
+            self._watched.append(watched)
+            layers[index] = watched
 
     def begin(self, arrivals: list[PrefixArrivals] | None = None, mark: Mark | None = None) -> None:
         """Mark the groups of the step that is queued from here on, which reads these loads.
@@ -72,6 +77,21 @@ class LayerHooks:
         finally:
             self._arrivals = []
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Run, in the body, the first layer of each kind and the last: who compiles or warms needs no more.
+
+        The others pass on what they are given. They must have run before."""
+        self._skip(True)
+        try:
+            yield
+        finally:
+            self._skip(False)
+
+    def _skip(self, skipped: bool) -> None:
+        for watched in self._watched:
+            watched.is_skipped = skipped and watched.repeats and watched.gives_hidden
+
     def _before(self, index: int) -> None:
         for arrivals in self._arrivals:
             arrivals.wait(index + 1)
@@ -91,11 +111,19 @@ class _Watched(nn.Module):
         self.layer = layer
         self._before = before
         self._after = after
+        self.repeats = False
+        """Whether a layer before it is of its kind, and it is not the last."""
+        self.gives_hidden = False
+        """Whether it was last given hidden states first, and gave hidden states alone."""
+        self.is_skipped = False
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
+        if self.is_skipped:
+            return arguments[0]
         self._before()
         result = self.layer(*arguments, **named)
         self._after()
+        self.gives_hidden = bool(arguments) and isinstance(result, torch.Tensor)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -103,3 +131,14 @@ class _Watched(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("layer"), name)
+
+
+def _kind_of(layer: nn.Module) -> list[object]:
+    """Return what two layers have in common that run the same code: all but their weights' values."""
+    kind: list[object] = []
+    for name, module in layer.named_modules():
+        numbers = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str)}
+        numbers.pop("layer_idx", None)
+        shapes = [(key, weight.shape, weight.dtype) for key, weight in module.named_parameters(recurse=False)]
+        kind += [name, type(module), numbers, shapes]
+    return kind

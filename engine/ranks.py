@@ -30,6 +30,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 from base.errors import LostError
+from base.lifetime import spare_collector
 from engine.arrivals import ArrivingBlocks
 from engine.rank_group import GroupShape, RankGroup, join_group
 from engine.runner import StepRunner
@@ -232,6 +233,7 @@ def start_ranks(
 
 def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
     """Join as one of the other ranks; return the spec, the group and the pipe to rank 0."""
+    spare_collector()
     # Ctrl-C is for rank 0, which ends us by ending the pipe.
     os.setpgid(0, 0)
     # Frames have the standard output to themselves; what some library prints goes to the log.

@@ -2,10 +2,13 @@
 
 A family whose attention does not do what we take it to do raises nothing and answers wrongly. A few dozen
 tokens find that out: two chunks and a decode step over blocks that are neither in order nor adjacent, against
-one eager pass over the whole.
+one eager pass over the whole. A GPU's kernels, compiled layers and graphs compute the same tokens once more,
+as they will compute requests': they may be wrong on one card alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -36,6 +39,10 @@ SCALED_TOLERANCE = 0.7
 """Error that passes with KV in 8 bits. 32 layers of random weights make 0.35 of the 0.04 that attention is
 off by."""
 
+KERNEL_TOLERANCE = 0.5
+"""Relative error that passes of a GPU's kernels with 16 bits, which round elsewhere than eager attention. A
+token may take another expert then."""
+
 
 def eager_logits(model: PagedModel) -> torch.Tensor:
     """Return what `require_faithful` compares with, of a model that is not cut into stages yet."""
@@ -50,18 +57,76 @@ def require_faithful(model: PagedModel, layout: KvLayout, expected: torch.Tensor
 
     Raises ConfigError, naming the family, unless rounding alone explains it."""
     error = _relative_error(model, layout, eager_logits(model) if expected is None else expected)
-    # Written so that NaN is a failure.
-    is_scaled = any(field.dtype == SCALED_DTYPE for field in layout.fields)
-    tolerance = SCALED_TOLERANCE if is_scaled else TOLERANCE[model.dtype]
-    if model.quantization.format != "none":
-        tolerance = max(tolerance, LEVEL_TOLERANCE)
-    if not error <= tolerance:
+    if not error <= _tolerance(model, layout):  # NaN is a failure
         raise ConfigError(
             f"model family {model.family!r} cannot be served: its logits over the paged cache are off by "
             f"{error:.2g} of their size against eager attention; it keeps state that we do not, "
             "or attends in a way that we do not know"
         )
     return error
+
+
+def require_right_kernels(
+    model: PagedModel,
+    layout: KvLayout,
+    expected: torch.Tensor,
+    logits_of: Callable[[StepPlan], torch.Tensor],
+    max_batch: int,
+) -> float:
+    """Return how far the logits of a GPU's steps are from eager ones, as a share of their size.
+
+    Every rank calls this at once. Each step is of one sequence, and then of two.
+
+    Args:
+        expected: As `eager_logits` gave them.
+        logits_of: Computes a step and returns the logits of its entries, in their order. It overwrites the
+            first `checked_blocks` of the cache.
+        max_batch: Sequences in a step at most.
+
+    Raises ConfigError unless rounding explains it."""
+    token_ids = checked_tokens(model.vocab_size)
+    stride = 2 * layout.num_blocks(len(token_ids))
+    sequences = [_sequence(token_ids) for _ in range(2)]
+    tables = [tuple(range(stride - 2 + which, -1, -2)) for which in range(2)]
+    errors: list[float] = []
+    counts = (1, 2) if max_batch > 1 else (1,)
+    ends = [sum(CHECKED_CHUNKS[: index + 1]) for index in range(len(CHECKED_CHUNKS))]
+    steps = [(size, end, count) for size, end in zip(CHECKED_CHUNKS, ends, strict=True) for count in counts]
+    for size, end, count in steps:
+        entries = tuple(
+            StepEntry(sequence, end - size, size, table, samples=True)
+            for sequence, table in zip(sequences[:count], tables, strict=False)
+        )
+        for logits in logits_of(StepPlan(entries, num_single=count * (size == 1))):
+            errors.append(relative_error(logits, expected[end - 1]))
+    error = _worst(errors)
+    tolerance = _tolerance(model, layout)
+    if model.quantization.format != "none":
+        tolerance = max(tolerance, SCALED_TOLERANCE)
+    elif model.dtype != torch.float32:
+        tolerance = max(tolerance, KERNEL_TOLERANCE)
+    if not error <= tolerance:
+        raise ConfigError(
+            f"model family {model.family!r} cannot be served on this GPU: what its kernels compute is off by "
+            f"{error:.2g} of its size against eager attention; device: cpu serves it"
+        )
+    return error
+
+
+def checked_blocks(layout: KvLayout) -> int:
+    """Return the number of blocks that `require_right_kernels` overwrites."""
+    return 2 * layout.num_blocks(sum(CHECKED_CHUNKS))
+
+
+def _tolerance(model: PagedModel, layout: KvLayout) -> float:
+    is_scaled = any(field.dtype == SCALED_DTYPE for field in layout.fields)
+    tolerance = SCALED_TOLERANCE if is_scaled else TOLERANCE[model.dtype]
+    return tolerance if model.quantization.format == "none" else max(tolerance, LEVEL_TOLERANCE)
+
+
+def _sequence(token_ids: list[int]) -> Sequence:
+    request_id, params = RequestId("self-check"), SamplingParams()
+    return Sequence(request_id, token_ids, len(token_ids), BlockHash(b""), params, StopParams(1))
 
 
 def checked_tokens(vocab_size: int) -> list[int]:
@@ -80,9 +145,7 @@ def _relative_error(model: PagedModel, layout: KvLayout, expected: torch.Tensor)
     num_blocks = layout.num_blocks(num_tokens)
     cache = PagedCache(layout, 2 * num_blocks, model.device)
     block_table = tuple(range(2 * num_blocks - 1, 0, -2))
-    sequence = Sequence(
-        RequestId("self-check"), token_ids, num_tokens, BlockHash(b""), SamplingParams(), StopParams(1)
-    )
+    sequence = _sequence(token_ids)
     errors: list[float] = []
     start = 0
     for size in CHECKED_CHUNKS:
@@ -93,4 +156,9 @@ def _relative_error(model: PagedModel, layout: KvLayout, expected: torch.Tensor)
             logits = model.forward(build_batch(plan, layout.block_size, model.device), cache)
         if model.has_logits:
             errors.append(relative_error(logits[0], expected[start - 1]))
-    return max(errors, default=0.0)
+    return _worst(errors)
+
+
+def _worst(errors: list[float]) -> float:
+    """Return the largest error, NaN if one is; 0 if there are none."""
+    return float(torch.tensor([0.0, *errors], dtype=torch.float64).max())

@@ -99,3 +99,55 @@ def test_wrapped_layers_share_one_compiled_graph() -> None:
     assert torch.equal(run(layers), before)
     assert len(ends.end()) == 3
     assert graphs == 1
+
+
+class Other(Layer):
+    """A layer whose code is another's."""
+
+
+def ran(layers: nn.ModuleList) -> list[int]:
+    """Run layers, and return which of them computed."""
+    computed: list[int] = []
+    handles = [
+        layer.layer.register_forward_hook(lambda *_, index=index: computed.append(index))
+        for index, layer in enumerate(layers)
+    ]
+    run(layers)
+    for handle in handles:
+        handle.remove()
+    return computed
+
+
+def test_a_rehearsal_runs_one_layer_of_each_kind_and_the_last() -> None:
+    kinds = [Layer, Layer, Other, Layer, Layer, Other, Layer]
+    layers = nn.ModuleList(kind(index) for index, kind in enumerate(kinds))
+    layers[4].kind = "sliding"
+    for index, layer in enumerate(layers):
+        layer.layer_idx = index
+    hooks = LayerHooks(layers, 1, lambda: lambda: None)
+    with hooks.rehearsing():
+        assert ran(layers) == list(range(7)), "nobody knows yet what layers give"
+    whole = run(layers)
+    with hooks.rehearsing():
+        assert ran(layers) == [0, 2, 4, 6]
+    assert ran(layers) == list(range(7))
+    assert torch.equal(run(layers), whole)
+
+
+def test_a_layer_that_gives_more_than_hidden_states_is_run_in_a_rehearsal_too() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return x + 1, None
+
+    layers = nn.ModuleList(Pair() for _ in range(4))
+    hooks = LayerHooks(layers, 1, lambda: lambda: None)
+
+    def sums() -> torch.Tensor:
+        x = torch.zeros(1)
+        for layer in layers:
+            x = layer(x)[0]
+        return x
+
+    assert sums() == 4
+    with hooks.rehearsing():
+        assert sums() == 4

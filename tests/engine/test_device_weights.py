@@ -1,0 +1,54 @@
+"""Weights move to their device once, and lie there as the products that read them want."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.device_weights import move_to
+from engine.fused_projections import Product, Slice, fuse_projections
+
+
+class Projections(nn.Module):
+    def __init__(self, has_bias: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(8, 6, bias=has_bias)
+        self.k_proj = nn.Linear(8, 4, bias=has_bias)
+        self.v_proj = nn.Linear(8, 4, bias=has_bias)
+        self.o_proj = nn.Linear(8, 8, bias=has_bias)
+
+
+@pytest.mark.parametrize("names", [("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj")])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_projections_of_one_input_are_moved_to_where_their_product_reads_them(
+    names: tuple[str, ...], has_bias: bool, monkeypatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(Projections(has_bias) for _ in range(2)).requires_grad_(False)
+    # Host memory stands for a device's: everything seems to be somewhere else.
+    monkeypatch.setattr(
+        "engine.device_weights._bytes_elsewhere", lambda part, _: len(list(part.parameters()))
+    )
+    kept = [getattr(model[0], name).weight.clone() for name in (*names, "o_proj")]
+    hidden = torch.randn(3, 8)
+    wanted = [getattr(model[0], name)(hidden) for name in (*names, "o_proj")]
+    move_to(model, torch.device("cpu"))
+    found = [getattr(model[0], name) for name in (*names, "o_proj")]
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(found, kept, strict=True))
+    assert all(torch.equal(layer(hidden), value) for layer, value in zip(found, wanted, strict=True))
+    first = found[0].weight.data_ptr()
+    assert fuse_projections(model, (names,)) == 2
+    fused = getattr(model[0], names[0])
+    assert isinstance(fused, Slice)
+    assert isinstance(fused.product, Product)
+    assert fused.product.weight.data_ptr() == first, "it was copied"
+    assert torch.equal(fused.product.weight, torch.cat(kept[:-1]))
+
+
+def test_projections_that_lie_apart_are_stacked() -> None:
+    model = Projections(has_bias=True).requires_grad_(False)
+    wanted = torch.cat([model.q_proj.weight, model.k_proj.weight, model.v_proj.weight])
+    bias = torch.cat([model.q_proj.bias, model.k_proj.bias, model.v_proj.bias])
+    fuse_projections(model)
+    product = model.q_proj.product
+    assert torch.equal(product.weight, wanted)
+    assert torch.equal(product.bias, bias)
