@@ -95,6 +95,8 @@ class Asked(NamedTuple):
     """Seconds after the one before it."""
     tokens: tuple[int, ...]
     max_tokens: int
+    slo: Slo | None = None
+    """None: the workload's."""
 
 
 def even(rate: float, count: int, rng: random.Random) -> Iterator[Asked]:
@@ -127,18 +129,24 @@ def bursts(rate: float, count: int, rng: random.Random) -> Iterator[Asked]:
         yield asked._replace(after_s=after_s)
 
 
+def mixed(rate: float, count: int, rng: random.Random) -> Iterator[Asked]:
+    """Yield the requests of `even`: of people who wait, of agents, and of batches that name no bounds."""
+    bounds = Slo(1.0, 0.06), Slo(4.0, 0.15), Slo(2.0, 0.1, 0.2), Slo()
+    for number, asked in enumerate(even(rate, count, rng)):
+        yield asked._replace(slo=bounds[number % len(bounds)])
+
+
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(20_000) for _ in range(count))
 
 
 Workload = Callable[[float, int, random.Random], Iterator[Asked]]
-WORKLOADS: dict[str, Workload] = {"even": even, "shifting": shifting, "bursts": bursts}
+WORKLOADS: dict[str, Workload] = {"even": even, "shifting": shifting, "bursts": bursts, "mixed": mixed}
 
 
 async def _answer(dispatcher: Dispatcher, number: int, asked: Asked, slo: Slo) -> None:
-    request = Request(
-        RequestId(f"r{number}"), asked.tokens, SamplingParams(), StopParams(asked.max_tokens), None, slo
-    )
+    stop, named = StopParams(asked.max_tokens), asked.slo or slo
+    request = Request(RequestId(f"r{number}"), asked.tokens, SamplingParams(), stop, None, named)
     with contextlib.suppress(SloUnreachableError):
         async for _ in dispatcher.generate(request):
             pass
@@ -245,6 +253,7 @@ CASES: dict[str, tuple[Workload, float, Served]] = {
     "shifting, 16 a second": (shifting, 16.0, Served()),
     "shifting, 24 a second": (shifting, 24.0, Served()),
     "bursts, 24 a second": (bursts, 24.0, Served()),
+    "mixed bounds, 32 a second": (mixed, 32.0, Served()),
     "even, 40 a second, 1P1D2C": (even, 40.0, Served(1, 1, 2)),
     "even, 40 a second, 4C": (even, 40.0, Served(0, 0, 4)),
     "even, 250 a second, h200-llama8b": (even, 250.0, Served(profile=H200, slo=Slo(0.5, 0.012))),

@@ -23,19 +23,20 @@ from base.clock import wall_clock_s
 from bench.about_run import current_commit
 from bench.goodput_replayed import compared, shape_of
 from bench.shapes import CARDS, parse_shape
-from bench.step_budgets import TTFT_S, run
+from bench.step_budgets import BLOCK, TTFT_S, run
 from bench.step_budgets_live import Row, trace_of
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
 from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.profiles.reader import load_profile
-from conductor.replay.trace import Trace
+from conductor.replay.outcome import Outcomes
+from conductor.replay.trace import NamedBounds, Trace, TraceRequest
 from conductor.replay.trace_formats import read_trace
 
 RESULTS = Path("bench/results")
 BEFORE = RESULTS / "profile_h200_before.json"
 """Profile of the engine of `NAMES`, measured when they were."""
-LIVE = ("step_budgets_h200_third",)
+LIVE = ("step_budgets_h200_seventh",)
 NAMES = (
     "goodput",
     "goodput_1p1d",
@@ -68,33 +69,45 @@ def rows_of(name: str, result: dict[str, Any], trace: Trace | None) -> Iterator[
 
 
 def live_rows_of(name: str, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each row of a result of `bench.step_budgets_live`, measured and replayed."""
+    """Yield each row of a result of `bench.step_budgets_live`, measured and replayed.
+
+    All rows of a shape are one run, as they were of one cluster: each begins when the one before it has been
+    answered, and its requests name its bounds."""
     cost = CostModel(load_profile(CARDS[result["gpus"][0]]))
-    for measured in result["rows"]:
-        row = Row(measured["load"], measured["tpot_s"], measured["gap_s"], measured["rate"])
-        shape, trace = parse_shape(measured["shape"]), trace_of(row, result["seconds"], 0)
-        outcomes = run(
-            shape,
-            trace,
-            cost,
-            row.tpot_s,
-            RejectPolicy.PREDICT,
-            longest_gap_s=row.gap_s or inf,
-            max_batch=result["max_batch"],
-        )
-        figures = measured["figures"]
-        said = (1e3 * statistics.median(outcomes.ttft_s), 1e3 * statistics.median(outcomes.mean_tbt_s))
-        share = outcomes.served_share_within(TTFT_S, row.tpot_s)
-        yield {
-            "result": name,
-            "gpu": result["gpus"][0],
-            "shape": f"{shape.name} {row.load}",
-            "rate": row.rate,
-            **{key: (figures[key], value) for key, value in zip(JUDGED, said, strict=True)},
-            "shares": ([measured["share"]], [share]),
-            "errors": {key: value / figures[key] - 1 for key, value in zip(JUDGED, said, strict=True)},
-            "share_errors": [share - measured["share"]],
-        }
+    for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
+        served = [row for row in result["rows"] if row["shape"] == shape]
+        requests: list[TraceRequest] = []
+        begins_s = [0.0]
+        for number, measured in enumerate(served):
+            row = Row(measured["load"], measured["tpot_s"], measured["gap_s"], measured["rate"])
+            bounds = NamedBounds(TTFT_S, row.tpot_s, row.gap_s or inf)
+            for each in trace_of(row, result["seconds"], number).requests:
+                requests.append(each._replace(arrival_s=begins_s[-1] + each.arrival_s, bounds=bounds))
+            begins_s.append(begins_s[-1] + measured["figures"]["duration"])
+        trace, reject = Trace("rows", BLOCK, requests), RejectPolicy.PREDICT
+        outcomes = run(parse_shape(shape), trace, cost, inf, reject, max_batch=result["max_batch"])
+        for measured, first_s, end_s in zip(served, begins_s, begins_s[1:], strict=False):
+            found = _beside(measured, outcomes, first_s, end_s)
+            yield {"result": name, "gpu": result["gpus"][0], **found}
+
+
+def _beside(measured: dict[str, Any], outcomes: Outcomes, first_s: float, end_s: float) -> dict[str, Any]:
+    """Return a row that was measured beside what became of its requests, by when they came."""
+    columns = zip(outcomes.arrival_s, outcomes.ttft_s, outcomes.mean_tbt_s, strict=True)
+    found = [(ttft_s, tbt_s) for at_s, ttft_s, tbt_s in columns if first_s <= at_s < end_s]
+    num_refused = sum(first_s <= each.arrival_s < end_s for each in outcomes.refused)
+    in_time = sum(ttft_s <= TTFT_S and tbt_s <= measured["tpot_s"] for ttft_s, tbt_s in found)
+    share, figures = in_time / (len(found) + num_refused), measured["figures"]
+    said = [1e3 * statistics.median(column) for column in zip(*found, strict=True)]
+    return {
+        "shape": f"{measured['shape']} {measured['load']}",
+        "rate": measured["rate"],
+        **{key: (figures[key], value) for key, value in zip(JUDGED, said, strict=True)},
+        "shares": ([measured["share"]], [share]),
+        "refused": (figures["failed"], num_refused),
+        "errors": {key: value / figures[key] - 1 for key, value in zip(JUDGED, said, strict=True)},
+        "share_errors": [share - measured["share"]],
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

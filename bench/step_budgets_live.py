@@ -163,8 +163,9 @@ def main() -> None:
             print(line(shape, row), flush=True)
             rows.append({"shape": shape.name, **row})
             if options.out:
-                result = {"model": options.model, "seconds": options.seconds, **about(options.commit)}
-                options.out.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+                driven_as = {key: getattr(options, key) for key in ("model", "seconds", "max_batch")}
+                result = {**driven_as, **about(options.commit), "rows": rows}
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     for shape in map(parse_shape, options.shapes.split(",")):
         follows = bool(shape.decode) and "@" not in shape.name

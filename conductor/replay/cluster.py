@@ -261,7 +261,11 @@ class SimCluster:
         number = self.outcomes.num_arrived
         self.outcomes.num_arrived = number + 1
         request = SimRequest(row, number, self.options.output_limit, is_session)
-        request.gap_bounds = self._gap_bounds
+        request.slo, request.gap_bounds = self.options.slo, self._gap_bounds
+        if row.bounds is not None:
+            request.slo = slo = row.bounds.over(self.options.slo)
+            request.gap_bounds = GapBounds(slo.tbt_slo_s, slo.longest_gap_slo_s)
+            self.outcomes.named[number] = slo
         request.conductor = number % len(self._conductors)
         self._conductors[request.conductor].ask(request, self.now_s)
 
@@ -269,13 +273,14 @@ class SimCluster:
         placement = request.placement
         request.waits_for = 1
         self._in_flight[request] = None
-        request.order = self._next_order()
+        is_handed_over, source = placement.decode_node != placement.prefill_node, placement.source_node
+        request.order = self._next_order(is_handed_over or source is not None)
         node = self._nodes[placement.prefill_node]
-        if placement.decode_node != placement.prefill_node:
+        if is_handed_over:
             self._news[request.conductor].spoke(placement.decode_node, self.now_s)
-        if placement.source_node is not None:
-            self._news[request.conductor].spoke(placement.source_node, self.now_s)
-            self._fetch(request, node, self._nodes[placement.source_node])
+        if source is not None:
+            self._news[request.conductor].spoke(source, self.now_s)
+            self._fetch(request, node, self._nodes[source])
         else:
             node.engine.add(request, self.now_s)
         if self._reports is not None:
@@ -430,12 +435,17 @@ class SimCluster:
     def _started(self, request: SimRequest, attempt: RequestId) -> None:
         """Let a sequence decode. If its node died meanwhile, its first token is made twice."""
         if request.request_id == attempt:
-            request.order = self._next_order()
+            request.order = self._next_order(needs_another=False)
             self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
 
-    def _next_order(self) -> int:
+    def _next_order(self, needs_another: bool) -> tuple[float, bool, int]:
+        """Return the place of who comes to a node now.
+
+        Args:
+            needs_another: Whether another node is asked first, to reserve or to lend: of one moment the last.
+        """
         self._num_begun += 1
-        return self._num_begun
+        return self.now_s, needs_another, self._num_begun
 
     def _finished(self, request: SimRequest, now_s: float) -> None:
         del self._in_flight[request]

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from base.config import EngineConfig
 from base.errors import ConfigError
-from base.request import RequestId, Slo
+from base.request import RequestId
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.decisions import Actual, Decision, decide_again
@@ -34,7 +34,7 @@ from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.decision_log import read_log, request_of
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate
-from conductor.replay.trace import Trace, TraceRequest
+from conductor.replay.trace import NamedBounds, Trace, TraceRequest
 
 SHIPPED_ENGINE = EngineConfig()
 
@@ -68,17 +68,6 @@ class LiveRun:
     """The requests, by arrival."""
     refused: Sequence[Decision] = ()
     """The first decisions of requests that were refused, by arrival."""
-
-    def slo(self) -> Slo:
-        """Return the bounds that every request named.
-
-        Raises:
-            ConfigError: some named others.
-        """
-        named = {made.asked.slo for made in (*self.refused, *(request.made for request in self.served))}
-        if len(named) > 1:
-            raise ConfigError(f"requests of {len(named)} different bounds: a run of one kind is simulated")
-        return named.pop()
 
     def nodes(self) -> tuple[int, int, int]:
         """Return how many nodes prefilled, decoded, and did both, when there first were most.
@@ -116,6 +105,7 @@ class LiveRun:
                 output_tokens,
                 made.asked.chain,  # type: ignore[arg-type]  # any hashable names a block
                 priority=made.asked.priority,
+                bounds=NamedBounds(*made.asked.slo),
             )
             for made, output_tokens in asked
         ]
@@ -179,7 +169,6 @@ def simulated(run: LiveRun, profile: Profile, engine: EngineConfig = SHIPPED_ENG
         chunk_tokens=engine.chunk_tokens,
         max_batch=engine.sequences(on_gpu=profile.launches_ahead),
         decode_caches=True,
-        slo=run.slo(),
         # a conductor predicted by the profile that its log names, whatever its nodes take
         believed=run.shared.profile,
     )

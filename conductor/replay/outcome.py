@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
+from base.request import Slo
 from conductor.placing.profile import Profile
 from conductor.replay.gap_counts import GapCounts
 from conductor.replay.sim_request import Segment, SimRequest
@@ -39,6 +41,8 @@ class Outcomes:
         self._dispatch_s = profile.dispatch_s if profile else 0.0
         self._dispatch_token_s = profile.dispatch_token_s if profile else 0.0
         self.num_arrived = 0
+        self.named: dict[int, Slo] = {}
+        """Bounds of the requests that name their own, by number; all others are judged by the run's."""
         self.refused: list[Rejected] = []
         self.wasted_prefill_s = 0.0
         self.replicas_created = 0
@@ -123,15 +127,14 @@ class Outcomes:
 
     def share_within(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
         """Return the share of all requests that completed within both bounds: effective capacity."""
-        return sum(self._within(ttft_slo_s, tbt_slo_s)) / max(1, self.num_arrived)
+        return sum(self._within(ttft_slo_s, tbt_slo_s, self.tbt_s)) / max(1, self.num_arrived)
 
     def served_share_within(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
         """Return the share of all requests within both bounds as the service counts goodput.
 
         There TBT is a request's mean, and not that of its longest tenth of gaps, as in the paper.
         """
-        pairs = zip(self.ttft_s, self.mean_tbt_s, strict=True)
-        return sum(ttft <= ttft_slo_s and tbt <= tbt_slo_s for ttft, tbt in pairs) / max(1, self.num_arrived)
+        return sum(self._within(ttft_slo_s, tbt_slo_s, self.mean_tbt_s)) / max(1, self.num_arrived)
 
     def token_share_within(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
         """Return the share of all tokens whose requests completed within both bounds, prompts and answers.
@@ -144,7 +147,8 @@ class Outcomes:
 
     def tokens_within(self, ttft_slo_s: float, tbt_slo_s: float) -> int:
         """Return the tokens of prompts and answers whose requests completed within both bounds."""
-        rows = zip(self._within(ttft_slo_s, tbt_slo_s), self.num_tokens, self.output_tokens, strict=True)
+        is_within = self._within(ttft_slo_s, tbt_slo_s, self.tbt_s)
+        rows = zip(is_within, self.num_tokens, self.output_tokens, strict=True)
         return sum(prompt + output for is_good, prompt, output in rows if is_good)
 
     def refused_prompt_share(self) -> float:
@@ -152,9 +156,16 @@ class Outcomes:
         refused = sum(each.num_tokens for each in self.refused)
         return refused / max(1, refused + sum(self.num_tokens))
 
-    def _within(self, ttft_slo_s: float, tbt_slo_s: float) -> list[bool]:
+    def _within(self, ttft_slo_s: float, tbt_slo_s: float, tbt_s: Sequence[float]) -> list[bool]:
+        """Return of each request whether it met its own bounds, or else these."""
+        rows = list(zip(self.ttft_s, tbt_s, strict=True))
+        if not self.named:
+            return [ttft <= ttft_slo_s and tbt <= tbt_slo_s for ttft, tbt in rows]
+        usual = Slo(ttft_slo_s, tbt_slo_s)
+        bounds = [self.named.get(number, usual) for number in self.number]
         return [
-            ttft <= ttft_slo_s and tbt <= tbt_slo_s for ttft, tbt in zip(self.ttft_s, self.tbt_s, strict=True)
+            ttft <= slo.ttft_slo_s and tbt <= slo.tbt_slo_s
+            for (ttft, tbt), slo in zip(rows, bounds, strict=True)
         ]
 
 

@@ -105,12 +105,12 @@ class SimConductor:
         if options.rule is None and options.policy == "random":
             self._choose = RandomPrefill(options.seed).choose
         reject = self._settings.reject
-        self._slo = UNBOUNDED if reject is RejectPolicy.NONE else options.slo
+        self._refuses = reject is not RejectPolicy.NONE
         # where a decode node computes prompts, what those who decode there can bear is known to placement
-        self._asked_slo = options.slo if self._settings.roles_follow else self._slo
-        self._patience_s = inf if reject is RejectPolicy.NONE else options.patience_s
+        self._knows_bounds = self._refuses or self._settings.roles_follow
+        self._patience_s = options.patience_s if self._refuses else inf
         self._is_fair, self._max_attempts = options.is_fair, options.max_attempts
-        self._retests = options.retests and reject is not RejectPolicy.NONE
+        self._retests = options.retests and self._refuses
         self._schedule = schedule
         self._on_placed = on_placed
         self._on_refused = on_refused
@@ -146,7 +146,7 @@ class SimConductor:
         try:
             if nobody_waits and self.try_to_place(request, 0.0):
                 return
-            slo_s = self._slo.ttft_slo_s
+            slo_s = request.slo.ttft_slo_s if self._refuses else inf
             by_s = inf if request.has_begun else request.arrival_s + min(slo_s, self._patience_s)
             cost_s = self.view.computing_s(request.chain, request.num_tokens)
             is_retry = request.retries is not None
@@ -178,7 +178,7 @@ class SimConductor:
         """
         view, now_s, settings = self.view, self.now_s, self._settings
         has_begun = request.first_token_s is not None
-        slo = UNBOUNDED if has_begun else self._asked_slo
+        slo = request.slo if self._knows_bounds and not has_begun else UNBOUNDED
         view.num_waiting = len(self._waiting)
         turn = turn_of(slo, ahead_s, view, settings, now_s, request.output_tokens > 0)
         if turn is Turn.LATER:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from base.request import NodeId, RequestId
+from base.request import NodeId, RequestId, Slo
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
-from conductor.placing.placement import Placement, PlacementRequest
+from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest
 from conductor.placing.retries import Retries
 from conductor.replay.chains import JoinedChain
 from conductor.replay.links import Flow
@@ -51,7 +51,7 @@ class SimRequest:
     waits_for: int
     tail_s: float
     """Seconds of its hand-off that come after the last of its prompt, whatever left before."""
-    order: int
+    order: tuple[float, bool, int]
     """Place among all who wait for a step, by arrival at the node: of the prompt, and again when handed over.
 
     A prompt that waited for its prefix goes before later ones.
@@ -83,6 +83,8 @@ class SimRequest:
     finish_step: int
     join_number: int
     """Number of its last join; 0: it is in no batch."""
+    slo: Slo
+    """Bounds that it names, or else those of the run."""
     gap_bounds: GapBounds
     is_mean_lost: bool
     """Whether its bound on the mean gap cannot be met any more."""
@@ -99,6 +101,7 @@ class SimRequest:
             self.forks,
             self.priority,
             self.tenant,
+            _,
         ) = row
         # in one piece while it is served, in which the caches cut it
         self.chain = tuple(chain) if type(chain) is JoinedChain else chain
@@ -112,11 +115,13 @@ class SimRequest:
         self.output_tokens = self.tokens_left = output_tokens
         self.retries = self.flow = self.first_token_s = None
         self.is_promised = self.fetching = False
-        self.waits_for = self.order = self.prefix_tokens = 0
+        self.waits_for = self.prefix_tokens = 0
+        self.order = (0.0, False, 0)
         self.token_at_s = self.join_s = self.prefilled_at_s = 0.0
         self.gaps = []
         self.num_gaps_before = 0
         self.join_number = 0
+        self.slo = UNBOUNDED
         self.gap_bounds = UNBOUNDED_GAPS
         self.is_mean_lost = False
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, TextIO
 
+from base.request import Slo
 from conductor.replay.chains import Part, moved
 
 DEFAULT_BLOCK_SIZE = 512
@@ -26,6 +27,22 @@ DEFAULT_BLOCK_SIZE = 512
 COPY_SPREAD_S = 60.0
 """Seconds of the trace by which a copy is late, at most. Copies that came at the same instants would be one
 population in bursts as many times as high."""
+
+
+class NamedBounds(NamedTuple):
+    """Bounds that a request names itself, seconds; None: that of the run holds."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    longest_gap_s: float | None = None
+
+    def over(self, usual: Slo) -> Slo:
+        """Return the bounds of a request in a run with `usual` ones."""
+        return Slo(*(own if own is not None else each for own, each in zip(self, usual, strict=True)))
+
+
+BOUND_KEYS = ("slo_ttft_ms", "slo_tpot_ms", "slo_gap_ms")
+"""Keys of a row's bounds, milliseconds, in the order of `NamedBounds`."""
 
 
 class TraceRequest(NamedTuple):
@@ -42,6 +59,8 @@ class TraceRequest(NamedTuple):
     """First requests of what goes on beside the session, a subagent each; `arrival_s` as of `next_turn`."""
     priority: int = 0
     tenant: str = ""
+    bounds: NamedBounds | None = None
+    """None: it names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +155,8 @@ def write_trace(trace: Trace, path: Path) -> None:
                     row["priority"] = request.priority
                 if request.tenant:
                     row["tenant"] = request.tenant
+                named = zip(BOUND_KEYS, request.bounds or (), strict=False)
+                row |= {key: 1000 * bound_s for key, bound_s in named if bound_s is not None}
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 

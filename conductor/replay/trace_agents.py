@@ -193,12 +193,8 @@ def tracelab_sessions(
             next_id = fresh.stop
             full = JoinedChain(*kept, fresh)
             pause_s = max(0.0, each.sent_s - answered_s)
-            priority, tenant = client(each.row)
-            turns.append(
-                TraceRequest(
-                    pause_s, total, each.row["output_tokens"], full, priority=priority, tenant=tenant
-                )
-            )
+            output_tokens = each.row["output_tokens"]
+            turns.append(TraceRequest(pause_s, total, output_tokens, full, None, (), *client(each.row)))
             # a partial block is another one when the next round has filled it
             chain, answered_s = JoinedChain(*full.up_to(total // size)), each.answered_s
         read.append(linked(turns))

@@ -188,7 +188,6 @@ def _row(row: Row, number: int, ids: KnownBlocks, block_size: int, name: str | N
         require_length(given, num_tokens, block_size)
         chain = ids.interned(given)
     arrival_s = moment(row, when) * (1.0 if name == "bailian" else 1e-3) if when in row else 0.0
-    priority, tenant = client(row)
-    request = TraceRequest(arrival_s, num_tokens, output_tokens, chain, None, (), priority, tenant)
+    request = TraceRequest(arrival_s, num_tokens, output_tokens, chain, None, (), *client(row))
     is_restart = row.get("is_restart") is True
     return TraceRow(number, request, session, follows, has_ids, is_restart, is_restart or "group_id" in row)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from base.errors import ConfigError
-from conductor.replay.trace import TraceRequest, open_trace
+from conductor.replay.trace import BOUND_KEYS, NamedBounds, TraceRequest, open_trace
 
 MAX_REASONS = 10
 
@@ -144,15 +144,25 @@ def require_length(ids: Sequence[int], num_tokens: int, block_size: int) -> None
         )
 
 
-def client(row: Row) -> tuple[int, str]:
-    """Return the priority and the tenant that a row names; 0 and "" where it names none."""
+def client(row: Row) -> tuple[int, str, NamedBounds | None]:
+    """Return the priority, the tenant and the bounds that a row names; 0, "" and None where it names none."""
     priority = row.get("priority", 0)
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > 1 << 31:
         raise ValueError(f"priority: a whole number is wanted, not {_shown(priority)}")
     tenant = row.get("tenant", "")
     if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARS:
         raise ValueError(f"tenant: a name of {MAX_TENANT_CHARS} characters at most is wanted")
-    return priority, tenant
+    return priority, tenant, _bounds(row)
+
+
+def _bounds(row: Row) -> NamedBounds | None:
+    if not any(key in row for key in BOUND_KEYS):
+        return None
+    named = [moment(row, key) / 1000 if key in row else None for key in BOUND_KEYS]
+    for key, bound_s in zip(BOUND_KEYS, named, strict=True):
+        if bound_s == 0:
+            raise ValueError(f"{key}: a bound is above 0; a row without the key names none")
+    return NamedBounds(*named)
 
 
 def _shown(value: object) -> str:

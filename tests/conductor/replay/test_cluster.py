@@ -18,7 +18,7 @@ from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.faults import NodeFault
 from conductor.replay.policies import POLICIES
 from conductor.replay.simulate import Plan, simulate
-from conductor.replay.trace import Trace, TraceRequest, arrivals
+from conductor.replay.trace import NamedBounds, Trace, TraceRequest, arrivals
 from conductor.replay.trace_formats import read_trace
 from tests.conductor.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
 
@@ -65,6 +65,32 @@ def test_every_request_ends_once_under_overload(reject: RejectPolicy) -> None:
     cluster = run(small_trace(), "2P1D", speed=4.0, reject=reject, slo=TIGHT)
     check_ends(cluster, 300)
     assert cluster.outcomes.num_rejected > 0
+
+
+@pytest.mark.parametrize("reject", REJECTING)
+def test_each_request_is_refused_and_judged_by_the_bounds_that_it_names(reject: RejectPolicy) -> None:
+    trace = small_trace()
+    loose, tight = NamedBounds(inf, inf), NamedBounds(TIGHT.ttft_slo_s / 4)
+    rows = [
+        row._replace(bounds=(loose, tight, None)[number % 3]) for number, row in enumerate(trace.requests)
+    ]
+    cluster = run(dataclasses.replace(trace, requests=rows), "2P1D", speed=4.0, reject=reject, slo=TIGHT)
+    check_ends(cluster, 300)
+    outcomes = cluster.outcomes
+    refused = [sum(each.number % 3 == kind for each in outcomes.refused) for kind in range(3)]
+    assert refused[0] == 0
+    assert 0 < refused[2] < refused[1]
+    bounds = [loose.over(TIGHT), tight.over(TIGHT), TIGHT]
+    assert bounds[1] == TIGHT._replace(ttft_slo_s=TIGHT.ttft_slo_s / 4)
+    rows_of = zip(outcomes.number, outcomes.ttft_s, outcomes.tbt_s, outcomes.mean_tbt_s, strict=True)
+    met = [
+        (bounds[number % 3].ttft_slo_s >= ttft_s, bounds[number % 3].tbt_slo_s, tbt_s, mean_s)
+        for number, ttft_s, tbt_s, mean_s in rows_of
+    ]
+    in_paper = sum(in_time and tbt_s <= bound_s for in_time, bound_s, tbt_s, _ in met)
+    served = sum(in_time and mean_s <= bound_s for in_time, bound_s, _, mean_s in met)
+    assert outcomes.share_within(*TIGHT[:2]) == in_paper / 300
+    assert outcomes.served_share_within(*TIGHT[:2]) == served / 300
 
 
 def test_clock_never_goes_back_and_the_view_stays_sound() -> None:

@@ -15,7 +15,6 @@ from base.errors import ConfigError
 from base.timeline import Timeline
 from bench.conformance import busy_periods
 from bench.conformance_virtual import (
-    BOUNDS,
     CASES,
     SHIPPED,
     STUB,
@@ -146,6 +145,7 @@ def test_past_capacity_the_same_requests_are_refused_in_simulation_as_were_live(
     [
         "shifting, 24 a second",
         "bursts, 24 a second",
+        "mixed bounds, 32 a second",
         "even, 40 a second",
         "even, 40 a second, 4C",
         "even, 250 a second, h200-llama8b",
@@ -193,15 +193,6 @@ def test_a_run_whose_roles_changed_has_as_many_nodes_as_there_were(live_log):
     changed = dataclasses.replace(live, decisions=[*live.decisions, made._replace(seen=later)])
     assert len(turned) > num_prefill, "a decode node turned to prompts"
     assert changed.nodes() == (num_prefill, num_decode, num_both) == (2, 2, 0)
-
-
-def test_a_run_of_requests_with_several_bounds_is_not_simulated(live_log):
-    live = read_run(live_log)
-    other = dataclasses.replace(live, served=live.served[1:], refused=[live.served[0].made])
-    asked = live.served[0].made.asked._replace(slo=BOUNDS)
-    other = dataclasses.replace(other, refused=[live.served[0].made._replace(asked=asked)])
-    with pytest.raises(ConfigError, match="2 different bounds"):
-        simulated(other, STUB)
 
 
 def test_profile_fitted_to_the_log_is_the_one_that_the_nodes_took_their_time_from(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from base.errors import ConfigError
+from base.request import Slo
 from conductor.replay.chains import MAX_PARTS, JoinedChain, moved
 from conductor.replay.trace import arrivals, every_request, turns, write_trace
 from conductor.replay.trace_formats import read_trace
@@ -113,6 +114,9 @@ def test_turns_without_ids_or_moments_are_of_their_session_alone(tmp_path) -> No
         ("delay", float("nan"), "delay: a time"),
         ("priority", "high", "priority: a whole number"),
         ("tenant", "x" * 100, "tenant: a name"),
+        ("slo_ttft_ms", "soon", "slo_ttft_ms: a time"),
+        ("slo_tpot_ms", float("inf"), "slo_tpot_ms: a time"),
+        ("slo_gap_ms", 0, "slo_gap_ms: a bound is above 0"),
     ],
 )
 def test_what_is_wrong_is_named_with_row_and_field(tmp_path, field, value, wanted) -> None:
@@ -144,7 +148,18 @@ def test_copies_of_sessions_share_no_block_and_come_at_other_moments(tmp_path) -
 def test_priorities_and_tenants_are_read_and_written(tmp_path) -> None:
     fields = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}
     trace = read(tmp_path, {**fields, "priority": -1, "tenant": "a"})
-    assert trace.requests[0][-2:] == (-1, "a")
+    assert (trace.requests[0].priority, trace.requests[0].tenant) == (-1, "a")
+    write_trace(trace, tmp_path / "again.jsonl")
+    assert read_trace(tmp_path / "again.jsonl").requests == trace.requests
+
+
+def test_bounds_of_a_request_are_read_and_written_and_the_others_are_of_the_run(tmp_path) -> None:
+    fields = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}
+    trace = read(tmp_path, {**fields, "slo_tpot_ms": 12.5}, {**fields, "hash_ids": [2]})
+    bounds = trace.requests[0].bounds
+    assert bounds == (None, 0.0125, None)
+    assert bounds.over(Slo(2.0, 0.1, 0.3)) == (2.0, 0.0125, 0.3)
+    assert trace.requests[1].bounds is None
     write_trace(trace, tmp_path / "again.jsonl")
     assert read_trace(tmp_path / "again.jsonl").requests == trace.requests
 
