@@ -201,23 +201,28 @@ class Side:
     """Requests that one node served whole."""
 
 
-def live_side(live: LiveRun, slo: Slo) -> Side:
+def live_side(live: LiveRun) -> Side:
     """Return what a live run came to."""
     pairs = [(item.actual.ttft_s or 0.0, item.actual.mean_tbt_s or 0.0) for item in live.served]
+    bounds = [item.made.asked.slo for item in live.served]
     alone = sum(item.placed.prefill_node == item.placed.decode_node for item in live.served)
-    return _side(pairs, len(live.refused), alone, slo)
+    return _side(pairs, len(live.refused), alone, bounds)
 
 
-def simulated_side(outcomes: Outcomes, slo: Slo) -> Side:
+def simulated_side(outcomes: Outcomes) -> Side:
     """Return what a simulation came to."""
     pairs = list(zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True))
+    bounds = [outcomes.named[number] for number in outcomes.number]
     alone = sum(map(eq, outcomes.prefill_node, outcomes.decode_node))
-    return _side(pairs, outcomes.num_rejected, alone, slo)
+    return _side(pairs, outcomes.num_rejected, alone, bounds)
 
 
-def _side(pairs: Sequence[tuple[float, float]], refused: int, alone: int, slo: Slo) -> Side:
+def _side(pairs: Sequence[tuple[float, float]], refused: int, alone: int, bounds: Sequence[Slo]) -> Side:
     ttfts_s, gaps_s = [ttft for ttft, _ in pairs], [gap for _, gap in pairs if gap]
-    good = sum(ttft <= slo.ttft_slo_s and gap <= slo.tbt_slo_s for ttft, gap in pairs)
+    good = sum(
+        ttft <= slo.ttft_slo_s and gap <= slo.tbt_slo_s
+        for (ttft, gap), slo in zip(pairs, bounds, strict=True)
+    )
     share = good / (len(pairs) + refused)
     return Side(refused, fmean(ttfts_s), ranked(ttfts_s, 99), fmean(gaps_s), share, alone)
 
@@ -228,7 +233,7 @@ def compared(folder: Path, workloads: Iterable[Iterable[Asked]], served: Served)
     for number, asked in enumerate(workloads):
         live = logged(folder / f"{number}.jsonl", asked, served)
         cluster = simulated(live, served.profile, served.engine)
-        rows.append((live_side(live, served.slo), simulated_side(cluster.outcomes, served.slo)))
+        rows.append((live_side(live), simulated_side(cluster.outcomes)))
         changes += cluster.outcomes.role_changes
         numbers[0] += len(live.decisions)
         numbers[1] += num_made_alike(live)

@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from conductor.placing.profile import Profile
 from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.profiles.reader import load_profile
 from conductor.replay.outcome import Outcomes
-from conductor.replay.trace import NamedBounds, Trace, TraceRequest
+from conductor.replay.trace import NamedBounds, Trace, TraceRequest, linked, turns
 from conductor.replay.trace_formats import read_trace
 
 RESULTS = Path("bench/results")
@@ -82,7 +82,8 @@ def live_rows_of(name: str, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
             row = Row(measured["load"], measured["tpot_s"], measured["gap_s"], measured["rate"])
             bounds = NamedBounds(TTFT_S, row.tpot_s, row.gap_s or inf)
             for each in trace_of(row, result["seconds"], number).requests:
-                requests.append(each._replace(arrival_s=begins_s[-1] + each.arrival_s, bounds=bounds))
+                first = linked([turn._replace(bounds=bounds) for turn in turns(each)])
+                requests.append(first._replace(arrival_s=begins_s[-1] + each.arrival_s))
             begins_s.append(begins_s[-1] + measured["figures"]["duration"])
         trace, reject = Trace("rows", BLOCK, requests), RejectPolicy.PREDICT
         outcomes = run(parse_shape(shape), trace, cost, inf, reject, max_batch=result["max_batch"])
@@ -98,7 +99,7 @@ def _beside(measured: dict[str, Any], outcomes: Outcomes, first_s: float, end_s:
     num_refused = sum(first_s <= each.arrival_s < end_s for each in outcomes.refused)
     in_time = sum(ttft_s <= TTFT_S and tbt_s <= measured["tpot_s"] for ttft_s, tbt_s in found)
     share, figures = in_time / (len(found) + num_refused), measured["figures"]
-    said = [1e3 * statistics.median(column) for column in zip(*found, strict=True)]
+    said = [1e3 * statistics.median(column) for column in zip(*found or [(nan, nan)], strict=True)]
     return {
         "shape": f"{measured['shape']} {measured['load']}",
         "rate": measured["rate"],

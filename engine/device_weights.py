@@ -34,11 +34,12 @@ def move_to(module: nn.Module, device: torch.device) -> None:
     parts = {each: size for each in module.modules() if (size := _bytes_elsewhere(each, device))}
     progress = LoadProgress("weights move", sum(parts.values()))
     together = [found.layers for found in layers_by_input(module, nn.Linear, _are_alike)]
-    together = [layers for layers in together if len(layers) > 1 and all(layer in parts for layer in layers)]
     with ThreadPoolExecutor(COPIES, "weights") as pool:
-        moves = {
-            pool.submit(_move_together, layers, device): sum(map(parts.pop, layers)) for layers in together
-        }
+        moves = {}
+        for layers in together:
+            # one that has several names is moved once
+            if len(parts.keys() & set(layers)) == len(layers) > 1:
+                moves[pool.submit(_move_together, layers, device)] = sum(map(parts.pop, layers))
         moves |= {pool.submit(_move, part, device): size for part, size in parts.items()}
         for move in as_completed(moves):
             move.result()

@@ -259,7 +259,8 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return tensors one behind the other; no copy if they lie so (`device_weights.py`)."""
     first, at = parts[0], parts[0].storage_offset()
     for part in parts:
-        if part.untyped_storage() is not first.untyped_storage() or part.storage_offset() != at:
+        lies_there = part.untyped_storage() is first.untyped_storage() and part.storage_offset() == at
+        if not (lies_there and part.is_contiguous()):
             return torch.cat(parts)
         at += part.numel()
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -137,8 +139,15 @@ def _kind_of(layer: nn.Module) -> list[object]:
     """Return what two layers have in common that run the same code: all but their weights' values."""
     kind: list[object] = []
     for name, module in layer.named_modules():
-        numbers = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str)}
-        numbers.pop("layer_idx", None)
-        shapes = [(key, weight.shape, weight.dtype) for key, weight in module.named_parameters(recurse=False)]
-        kind += [name, type(module), numbers, shapes]
+        values = {key: value for key, value in vars(module).items() if _is_plain(value)}
+        values.pop("layer_idx", None)
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        kind += [name, type(module), values, [(key, each.shape, each.dtype) for key, each in tensors]]
     return kind
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a module's value is one by which code may differ, and which can be compared."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | Enum | NoneType)

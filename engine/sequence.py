@@ -7,7 +7,6 @@ that decodes, one that was preempted and one that came from another node differ 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,8 +65,6 @@ class Sequence:
     """Higher goes first."""
     arrived_at_s: float = 0.0
     """Moment on this process's clock; orders sequences of equal priority."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """Number of sequences that were made before it; orders those of one moment."""
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the blocks of `block_table`."""
     num_launched_tokens: int = 0
@@ -129,9 +126,9 @@ class Sequence:
         return self.num_remaining_tokens - self.num_launched_tokens
 
     @property
-    def rank(self) -> tuple[int, float, int]:
+    def rank(self) -> tuple[int, float, str]:
         """Sorts sequences by who goes first; unique."""
-        return (-self.priority, self.arrived_at_s, self.number)
+        return (-self.priority, self.arrived_at_s, self.request_id)
 
     @property
     def is_scored(self) -> bool:

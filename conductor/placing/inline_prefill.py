@@ -35,7 +35,7 @@ from kvstore.index import Group
 TAKEN = 3.0
 
 # Prefill nodes count as busy for so much of their time at most: at 1 a queue would never end.
-MOST_BUSY = 0.6
+MOST_BUSY = 0.62
 
 Beside = tuple[float, float, float]
 """Seconds of queue and of prefill, and the prompt's share of the node's time."""

@@ -73,8 +73,6 @@ class SimCluster:
         """(moment, replicas of each watched block) of each sample."""
         self._block_size = options.block_size
         self._gap_bounds = GapBounds(options.slo.tbt_slo_s, options.slo.longest_gap_slo_s)
-        self._num_begun = 0
-        """Attempts, of all requests."""
         self._conductors = [
             SimConductor(self._cost, each, self._at, self._placed, self._refused, placer)
             for each in (replace(options, seed=options.seed + at) for at in range(options.conductors))
@@ -273,10 +271,9 @@ class SimCluster:
         placement = request.placement
         request.waits_for = 1
         self._in_flight[request] = None
-        is_handed_over, source = placement.decode_node != placement.prefill_node, placement.source_node
-        request.order = self._next_order(is_handed_over or source is not None)
-        node = self._nodes[placement.prefill_node]
-        if is_handed_over:
+        request.order = self.now_s, request.number
+        node, source = self._nodes[placement.prefill_node], placement.source_node
+        if placement.decode_node != placement.prefill_node:
             self._news[request.conductor].spoke(placement.decode_node, self.now_s)
         if source is not None:
             self._news[request.conductor].spoke(source, self.now_s)
@@ -435,17 +432,8 @@ class SimCluster:
     def _started(self, request: SimRequest, attempt: RequestId) -> None:
         """Let a sequence decode. If its node died meanwhile, its first token is made twice."""
         if request.request_id == attempt:
-            request.order = self._next_order(needs_another=False)
+            request.order = self.now_s, request.number
             self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
-
-    def _next_order(self, needs_another: bool) -> tuple[float, bool, int]:
-        """Return the place of who comes to a node now.
-
-        Args:
-            needs_another: Whether another node is asked first, to reserve or to lend: of one moment the last.
-        """
-        self._num_begun += 1
-        return self.now_s, needs_another, self._num_begun
 
     def _finished(self, request: SimRequest, now_s: float) -> None:
         del self._in_flight[request]

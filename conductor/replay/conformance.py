@@ -98,6 +98,8 @@ class LiveRun:
         """Return what was asked as a trace, from the first arrival on."""
         asked = self.arrivals()
         first_s = asked[0][0].arrived_at_s
+        # of another attempt, whose first token is out, no bounds are kept
+        firsts = {request_of(made.asked.request_id): made.asked.slo for made in self.decisions}
         rows = [
             TraceRequest(
                 made.arrived_at_s - first_s,
@@ -105,7 +107,7 @@ class LiveRun:
                 output_tokens,
                 made.asked.chain,  # type: ignore[arg-type]  # any hashable names a block
                 priority=made.asked.priority,
-                bounds=NamedBounds(*made.asked.slo),
+                bounds=NamedBounds(*firsts.get((request_of(made.asked.request_id)[0], 1), made.asked.slo)),
             )
             for made, output_tokens in asked
         ]

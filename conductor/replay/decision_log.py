@@ -10,7 +10,7 @@ from base.errors import ConfigError
 from base.request import RequestId
 from conductor.placing.decision_lines import Shared, item_from, shared_from
 from conductor.placing.decisions import Actual, Decision
-from conductor.replay.trace import DEFAULT_BLOCK_SIZE, TraceRequest
+from conductor.replay.trace import DEFAULT_BLOCK_SIZE, NamedBounds, TraceRequest
 from conductor.replay.trace_rows import Row, TraceFile, json_object
 
 
@@ -71,5 +71,8 @@ def asked_in_log(file: TraceFile, block_size: int | None) -> tuple[list[TraceReq
         chain = tuple([known.setdefault(key, len(known)) for key in question["chain"]])
         output = outputs.get(request_id) or min(mean, question["max_tokens"])
         arrival_s, priority = row["arrived_at_s"] - first_s, question.get("priority", 0)
-        read.append(TraceRequest(arrival_s, question["num_tokens"], output, chain, priority=priority))
+        named = NamedBounds(*question.get("slo", ()))
+        bounds = None if named == NamedBounds() else named
+        num_tokens = question["num_tokens"]
+        read.append(TraceRequest(arrival_s, num_tokens, output, chain, priority=priority, bounds=bounds))
     return read, size or DEFAULT_BLOCK_SIZE

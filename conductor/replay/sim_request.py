@@ -51,10 +51,11 @@ class SimRequest:
     waits_for: int
     tail_s: float
     """Seconds of its hand-off that come after the last of its prompt, whatever left before."""
-    order: tuple[float, bool, int]
+    order: tuple[float, int]
     """Place among all who wait for a step, by arrival at the node: of the prompt, and again when handed over.
 
-    A prompt that waited for its prefix goes before later ones.
+    Those of one moment go by number, as live by name. A prompt that waited for its prefix goes before later
+    ones.
     """
     started_at_s: float
     computed_at_s: float
@@ -116,7 +117,7 @@ class SimRequest:
         self.retries = self.flow = self.first_token_s = None
         self.is_promised = self.fetching = False
         self.waits_for = self.prefix_tokens = 0
-        self.order = (0.0, False, 0)
+        self.order = (0.0, 0)
         self.token_at_s = self.join_s = self.prefilled_at_s = 0.0
         self.gaps = []
         self.num_gaps_before = 0

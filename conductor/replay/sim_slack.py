@@ -88,10 +88,12 @@ class BatchSlack:
     def _first_due(self, step: int, waiting: Iterable[SimRequest]) -> tuple[float, float, SimRequest] | None:
         """Return when the first token after `step` is due, by which bound, and whose it is."""
         best: tuple[float, float, SimRequest] | None = None
-        for mean_s, heap in self._heaps.items():
+        for mean_s, heap in list(self._heaps.items()):
             while heap and (heap[0][2].join_number != heap[0][1] or heap[0][2].is_mean_lost):
                 heappop(heap)
-            if heap:
+            if not heap:
+                del self._heaps[mean_s]
+            else:
                 due_s = heap[0][0] + KEPT_MEAN * mean_s * step
                 if best is None or due_s < best[0]:
                     best = (due_s, mean_s, heap[0][2])

@@ -13,6 +13,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -30,7 +31,7 @@ population in bursts as many times as high."""
 
 
 class NamedBounds(NamedTuple):
-    """Bounds that a request names itself, seconds; None: that of the run holds."""
+    """Bounds that a request names itself, seconds, infinity for none; None: that of the run holds."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -42,7 +43,7 @@ class NamedBounds(NamedTuple):
 
 
 BOUND_KEYS = ("slo_ttft_ms", "slo_tpot_ms", "slo_gap_ms")
-"""Keys of a row's bounds, milliseconds, in the order of `NamedBounds`."""
+"""Keys of a row's bounds, milliseconds, in the order of `NamedBounds`; null: there is none at all."""
 
 
 class TraceRequest(NamedTuple):
@@ -60,7 +61,7 @@ class TraceRequest(NamedTuple):
     priority: int = 0
     tenant: str = ""
     bounds: NamedBounds | None = None
-    """None: it names none."""
+    """Bounds that it names; None: those of the run hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,11 @@ def write_trace(trace: Trace, path: Path) -> None:
                 if request.tenant:
                     row["tenant"] = request.tenant
                 named = zip(BOUND_KEYS, request.bounds or (), strict=False)
-                row |= {key: 1000 * bound_s for key, bound_s in named if bound_s is not None}
+                row |= {
+                    key: None if bound_s == inf else 1000 * bound_s
+                    for key, bound_s in named
+                    if bound_s is not None
+                }
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 

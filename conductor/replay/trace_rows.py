@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,11 +159,20 @@ def client(row: Row) -> tuple[int, str, NamedBounds | None]:
 def _bounds(row: Row) -> NamedBounds | None:
     if not any(key in row for key in BOUND_KEYS):
         return None
-    named = [moment(row, key) / 1000 if key in row else None for key in BOUND_KEYS]
-    for key, bound_s in zip(BOUND_KEYS, named, strict=True):
-        if bound_s == 0:
-            raise ValueError(f"{key}: a bound is above 0; a row without the key names none")
-    return NamedBounds(*named)
+    return _interned(*(_bound(row, key) if key in row else None for key in BOUND_KEYS))
+
+
+def _bound(row: Row, key: str) -> float:
+    """Return a bound in seconds; null: there is none at all."""
+    bound_s = math.inf if row[key] is None else moment(row, key) / 1000
+    if not bound_s:
+        raise ValueError(f"{key}: a bound is above 0; null is none at all")
+    return bound_s
+
+
+@lru_cache(maxsize=1024)
+def _interned(ttft_s: float | None, tbt_s: float | None, longest_gap_s: float | None) -> NamedBounds:
+    return NamedBounds(ttft_s, tbt_s, longest_gap_s)
 
 
 def _shown(value: object) -> str:

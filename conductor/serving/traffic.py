@@ -169,7 +169,7 @@ def measured(records: Sequence[bytes], slo: Slo) -> dict[str, Any]:
     """Return how requests were served, under the names that a replay's report has for its own figures.
 
     Args:
-        slo: The bounds that all are judged by, as replay judges all by one.
+        slo: The bounds that all are judged by, whatever each named: the trace holds none.
     """
     asked = [PastRequest.unpack(record) for record in records]
     served = [each for each in asked if each.outcome == SERVED]

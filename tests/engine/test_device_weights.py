@@ -52,3 +52,26 @@ def test_projections_that_lie_apart_are_stacked() -> None:
     product = model.q_proj.product
     assert torch.equal(product.weight, wanted)
     assert torch.equal(product.bias, bias)
+
+
+def test_a_projection_of_two_names_is_moved_once_and_stays_one(monkeypatch) -> None:
+    monkeypatch.setattr(
+        "engine.device_weights._bytes_elsewhere", lambda part, _: len(list(part.parameters()))
+    )
+    shared, same = Projections(has_bias=False), Projections(has_bias=False)
+    shared.v_proj = shared.k_proj
+    same.k_proj, same.v_proj = shared.k_proj, shared.k_proj
+    model = nn.ModuleList([shared, same]).requires_grad_(False)
+    weight = shared.k_proj.weight.clone()
+    move_to(model, torch.device("cpu"))
+    assert shared.v_proj is shared.k_proj is same.k_proj
+    assert torch.equal(shared.k_proj.weight, weight)
+
+
+def test_columns_that_lie_in_a_row_are_not_taken_for_one_weight() -> None:
+    model = Projections(has_bias=False).requires_grad_(False)
+    whole = torch.arange(64.0).view(8, 8)
+    model.k_proj.weight, model.v_proj.weight = nn.Parameter(whole[:, :4].t()), nn.Parameter(whole[:, 4:].t())
+    wanted = torch.cat([model.k_proj.weight, model.v_proj.weight])
+    fuse_projections(model, (("k_proj", "v_proj"),))
+    assert torch.equal(model.k_proj.product.weight, wanted)

@@ -7,11 +7,13 @@ machine's noise is in it. `python -m bench.conformance` does the same over socke
 import dataclasses
 import itertools
 import random
+from math import inf
 
 import pytest
 
 from base.config import EngineConfig
 from base.errors import ConfigError
+from base.request import RequestId, Slo
 from base.timeline import Timeline
 from bench.conformance import busy_periods
 from bench.conformance_virtual import (
@@ -56,7 +58,7 @@ def sides(path, served, rate, count, workload=even):
     live = run_of(path, served, rate, count, workload)
     outcomes = simulated(live, served.profile, served.engine).outcomes
     assert outcomes.num_arrived == len(live.served) + len(live.refused) == count
-    return live_side(live, served.slo), simulated_side(outcomes, served.slo)
+    return live_side(live), simulated_side(outcomes)
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +216,23 @@ def test_decision_log_is_a_trace_of_what_was_asked(live_log):
         assert (row.num_tokens, len(row.chain)) == (asked.num_tokens, len(asked.chain))
         assert row.output_tokens == request.actual.num_output_tokens
         assert row.arrival_s == request.made.arrived_at_s - live.served[0].made.arrived_at_s
+
+
+def test_bounds_that_requests_named_are_those_of_a_log_as_a_trace_and_of_a_request_that_was_lost(tmp_path):
+    workload, rate, served = CASES["mixed bounds, 32 a second"]
+    live = run_of(tmp_path, served, rate, 40, workload)
+    named = [made.asked.slo for made, _ in live.arrivals()]
+    usual = Slo(9.0, 9.0, 9.0)
+    trace = read_trace(tmp_path / "decisions.jsonl")
+    whole = [row.bounds.over(usual) if row.bounds else usual for row in trace.requests]
+    assert whole == [Slo(*(9.0 if bound_s == inf else bound_s for bound_s in slo)) for slo in named]
+    assert [row.bounds.over(usual) for row in live.trace().requests] == named
+    # its first token was out when it was lost: the second attempt names none
+    first = live.served[0]
+    asked = first.made.asked._replace(request_id=RequestId("r0.2"), slo=Slo())
+    again = dataclasses.replace(first, made=first.made._replace(asked=asked))
+    other = dataclasses.replace(live, served=[again, *live.served[1:]])
+    assert [row.bounds.over(usual) for row in other.trace().requests] == named
 
 
 def test_command_prints_live_beside_simulated(live_log, capsys):

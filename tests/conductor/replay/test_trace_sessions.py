@@ -1,6 +1,7 @@
 """Sessions of rows: incremental ones, their restarts, and which of both kinds a file has."""
 
 import json
+from math import inf
 
 import pytest
 
@@ -155,7 +156,9 @@ def test_priorities_and_tenants_are_read_and_written(tmp_path) -> None:
 
 def test_bounds_of_a_request_are_read_and_written_and_the_others_are_of_the_run(tmp_path) -> None:
     fields = {"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}
-    trace = read(tmp_path, {**fields, "slo_tpot_ms": 12.5}, {**fields, "hash_ids": [2]})
+    rows = {"slo_tpot_ms": 12.5}, {"hash_ids": [2]}, {"hash_ids": [3], "slo_ttft_ms": None}
+    trace = read(tmp_path, *({**fields, **row} for row in rows))
+    assert trace.requests[2].bounds.over(Slo(2.0, 0.1)) == (inf, 0.1, inf)
     bounds = trace.requests[0].bounds
     assert bounds == (None, 0.0125, None)
     assert bounds.over(Slo(2.0, 0.1, 0.3)) == (2.0, 0.0125, 0.3)
