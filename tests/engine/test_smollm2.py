@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from base.request import StopParams
+from bench.upcycle import upcycled
 from engine.loop import EngineLoop
 from engine.model import PagedModel
 from engine.model_store import prepare
@@ -115,6 +116,17 @@ async def test_greedy_tokens_equal_those_of_generate(smollm2) -> None:
     prompts = tokens_of(smollm2, fast_prompts())
     expected = [reference(model, prompt, NEW_TOKENS, EOS, "sdpa") for prompt in prompts]
     loop = make_loop(paged, num_blocks=64, block_size=32, chunk_tokens=50)
+    assert await generated(loop, prompts) == expected
+    assert await generated(loop, prompts) == expected, "with prefixes from the cache"
+
+
+@pytest.mark.full
+async def test_a_mixture_of_equal_experts_made_of_it_gives_the_tokens_of_generate(smollm2) -> None:
+    model, _, _ = smollm2
+    prompts = tokens_of(smollm2, fast_prompts())
+    expected = [reference(model, prompt, NEW_TOKENS, EOS, "sdpa") for prompt in prompts]
+    dense = load_model(Path(prepare("smollm2", CACHE_DIR, print).path), torch.float32)
+    loop = make_loop(PagedModel(upcycled(dense)), num_blocks=64, block_size=32, chunk_tokens=50)
     assert await generated(loop, prompts) == expected
     assert await generated(loop, prompts) == expected, "with prefixes from the cache"
 
