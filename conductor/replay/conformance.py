@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 from base.config import EngineConfig
-from base.errors import ConfigError
+from base.errors import ConfigError, SloUnreachableError
 from base.request import RequestId
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
@@ -37,6 +37,9 @@ from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import NamedBounds, Trace, TraceRequest
 
 SHIPPED_ENGINE = EngineConfig()
+
+REFUSED_LATE = SloUnreachableError.__name__
+"""End of an attempt whose decode node had no time for it any more when its prompt was computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class LiveRun:
     served: Sequence[LiveRequest]
     """The requests, by arrival."""
     refused: Sequence[Decision] = ()
-    """The first decisions of requests that were refused, by arrival."""
+    """The first decisions of requests that were refused, at once or when their prompts were computed, by
+    arrival."""
 
     def nodes(self) -> tuple[int, int, int]:
         """Return how many nodes prefilled, decoded, and did both, when there first were most.
@@ -127,7 +131,7 @@ def read_run(path: Path) -> LiveRun:
     """
     shared, items = read_log(path)
     decisions: dict[RequestId, Decision] = {}
-    served = []
+    served, refused = list[LiveRequest](), list[Decision]()
     for item in items:
         if isinstance(item, Decision):
             decisions[item.asked.request_id] = item
@@ -136,10 +140,12 @@ def read_run(path: Path) -> LiveRun:
         made = decisions[request_id]
         if actual.end == "finished" and actual.ttft_s is not None and isinstance(made.result, Placement):
             served.append(LiveRequest(made, made.result, actual))
+        elif actual.end == REFUSED_LATE:
+            refused.append(made)
     served.sort(key=lambda request: request.made.arrived_at_s)
     if not served:
         raise ConfigError(f"{path}: no request was served in it")
-    refused = [made for made in decisions.values() if isinstance(made.result, Rejection)]
+    refused += [made for made in decisions.values() if isinstance(made.result, Rejection)]
     firsts = [made for made in refused if request_of(made.asked.request_id)[1] == 1]
     firsts.sort(key=lambda made: made.arrived_at_s)
     return LiveRun(shared, list(decisions.values()), served, firsts)

@@ -6,6 +6,7 @@ machine's noise is in it. `python -m bench.conformance` does the same over socke
 
 import dataclasses
 import itertools
+import json
 import random
 from math import inf
 
@@ -233,6 +234,19 @@ def test_bounds_that_requests_named_are_those_of_a_log_as_a_trace_and_of_a_reque
     again = dataclasses.replace(first, made=first.made._replace(asked=asked))
     other = dataclasses.replace(live, served=[again, *live.served[1:]])
     assert [row.bounds.over(usual) for row in other.trace().requests] == named
+
+
+def test_who_is_refused_when_the_prompt_is_computed_is_asked_for_in_simulation_too(live_log, tmp_path):
+    lines = live_log.read_text().splitlines()
+    number = next(number for number, line in enumerate(lines) if '"end":"finished"' in line)
+    lines[number] = lines[number].replace('"end":"finished"', '"end":"SloUnreachableError"')
+    (tmp_path / "log").write_text("\n".join(lines) + "\n")
+    live, before = read_run(tmp_path / "log"), read_run(live_log)
+    assert len(live.served) == NUM_REQUESTS - 1
+    assert [made.asked.request_id for made in live.refused] == [json.loads(lines[number])["request_id"]]
+    assert [row.arrival_s for row in live.trace().requests] == [
+        row.arrival_s for row in before.trace().requests
+    ]
 
 
 def test_command_prints_live_beside_simulated(live_log, capsys):

@@ -116,9 +116,10 @@ def test_a_node_reports_no_more_kv_than_it_has_room_for_when_it_preempts(monkeyp
     assert max(beat.num_held_blocks for beat in beats) <= capacity // 512
 
 
-def live_logs(folder, rate: float):
+def live_logs(folder, rate: float, seed: int = 1):
     """Write the decision logs of two conductors that share two nodes of each role and take turns."""
-    logs = [DecisionLog(folder / name, Shared(STUB, SETTINGS, MODEL_ID), 1 << 30) for name in "ab"]
+    names = [f"{name}{seed}" for name in "ab"]
+    logs = [DecisionLog(folder / name, Shared(STUB, SETTINGS, MODEL_ID), 1 << 30) for name in names]
     nodes = node_infos(2, 2, num_blocks=NUM_BLOCKS)
 
     async def scenario(clock) -> None:
@@ -127,12 +128,12 @@ def live_logs(folder, rate: float):
             asyncio.TaskGroup() as group,
         ):
             dispatchers = [dispatcher for dispatcher, _ in conductors]
-            await offer(even(rate, COUNT, random.Random(1)), dispatchers, UNBOUNDED, clock, group)
+            await offer(even(rate, COUNT, random.Random(seed)), dispatchers, UNBOUNDED, clock, group)
 
     run_virtually(scenario)
     for log in logs:
         log.close()
-    return [read_run(folder / name) for name in "ab"]
+    return [read_run(folder / name) for name in names]
 
 
 def simulated_s(trace: Trace, conductors: int) -> float:
@@ -153,15 +154,21 @@ def simulated_s(trace: Trace, conductors: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rate", "error", "cost"), [pytest.param(10.0, 0.1, 1.0, marks=pytest.mark.full), (16.0, 0.1, 1.1)]
+    ("rate", "seeds", "error", "cost"),
+    [pytest.param(10.0, (1, 2, 3), 0.1, 1.0, marks=pytest.mark.full), (16.0, (1,), 0.1, 1.1)],
 )
-def test_two_live_dispatchers_on_shared_nodes_answer_as_simulated(tmp_path, rate, error, cost) -> None:
-    runs = live_logs(tmp_path, rate)
-    served = sorted((each for run_ in runs for each in run_.served), key=lambda each: each.made.arrived_at_s)
-    assert len(served) == COUNT
-    trace = dataclasses.replace(runs[0], served=served).trace()
-    live_s = fmean(each.actual.ttft_s for each in served)
-    one_s, two_s = simulated_s(trace, 1), simulated_s(trace, 2)
+def test_two_live_dispatchers_on_shared_nodes_answer_as_simulated(tmp_path, rate, seeds, error, cost) -> None:
+    # near what two nodes can do, one workload is as much as a seventh off, and their mean is not
+    means = []
+    for seed in seeds:
+        runs = live_logs(tmp_path, rate, seed)
+        both = (each for run_ in runs for each in run_.served)
+        served = sorted(both, key=lambda each: each.made.arrived_at_s)
+        assert len(served) == COUNT
+        trace = dataclasses.replace(runs[0], served=served).trace()
+        live_s = fmean(each.actual.ttft_s for each in served)
+        means.append((live_s, simulated_s(trace, 1), simulated_s(trace, 2)))
+    live_s, one_s, two_s = map(fmean, zip(*means, strict=True))
     assert abs(two_s / live_s - 1) < error
     # what two conductors cost is seen in both
     assert min(live_s, two_s) > cost * one_s
