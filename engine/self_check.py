@@ -39,9 +39,11 @@ SCALED_TOLERANCE = 0.7
 """Error that passes with KV in 8 bits. 32 layers of random weights make 0.35 of the 0.04 that attention is
 off by."""
 
-KERNEL_TOLERANCE = 0.5
-"""Relative error that passes of a GPU's kernels with 16 bits, which round elsewhere than eager attention. A
-token may take another expert then."""
+KERNEL_TOLERANCE = 0.7
+"""Relative error that passes of a GPU's kernels, but for float32 weights.
+
+They round elsewhere than eager attention, and a token may take another expert then. Random weights of
+Llama-3.1-8B make 0.09; what has nothing to do with the family's logits makes 1 or more."""
 
 
 def eager_logits(model: PagedModel) -> torch.Tensor:
@@ -101,9 +103,7 @@ def require_right_kernels(
             errors.append(relative_error(logits, expected[end - 1]))
     error = _worst(errors)
     tolerance = _tolerance(model, layout)
-    if model.quantization.format != "none":
-        tolerance = max(tolerance, SCALED_TOLERANCE)
-    elif model.dtype != torch.float32:
+    if model.dtype != torch.float32 or model.quantization.format != "none":
         tolerance = max(tolerance, KERNEL_TOLERANCE)
     if not error <= tolerance:
         raise ConfigError(
