@@ -133,8 +133,7 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         for ladder in (self._prompts, self._mixed, self._decode):
             for shape in reversed(ladder):
-                length = LongChunk(shape.num_tokens, 0, is_padded=True)
-                chunks = (length,) if ladder is self._prompts else ()
+                chunks = (LongChunk(shape.num_tokens, 0, is_padded=True),) if ladder is self._prompts else ()
                 # One token is a variant of the compiler's.
                 is_first = shape is ladder[-1] or shape.num_tokens == 1
                 self._warm_up(shape, chunks, all_layers=is_first)

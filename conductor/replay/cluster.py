@@ -379,6 +379,8 @@ class SimCluster:
             self._store(node, request.chain[: request.computed_tokens // self._block_size])
             if node.engine.batch:
                 self._news[request.conductor].spoke(node.node_id, now_s)
+            if self._reports is not None:
+                self._reports.changed(node.node_id, request.conductor, now_s)
             return
         self._store(node, request.chain)
         request.computed_at_s = now_s

@@ -2,8 +2,9 @@
 
 Each conductor counts its own placements at once, and hears of the others' what a node reports: prompts that
 wait, sequences that decode, blocks that are free. A node reports soon after its load changed, and not more
-often than `base/attach.py` lets it; what was placed meanwhile is not known, and so two conductors may choose
-the same idle node. One conductor needs no reports: nothing happens but by its own placements.
+often than `base/attach.py` lets it; of steps that go alike it reports the last. What was placed meanwhile is
+not known, and so two conductors may choose the same idle node. One conductor needs no reports: nothing
+happens but by its own placements.
 """
 
 from __future__ import annotations

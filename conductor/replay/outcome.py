@@ -158,7 +158,7 @@ class Outcomes:
 
     def _within(self, ttft_slo_s: float, tbt_slo_s: float, tbt_s: Sequence[float]) -> list[bool]:
         """Return of each request whether it met its own bounds, or else these."""
-        rows = list(zip(self.ttft_s, tbt_s, strict=True))
+        rows = zip(self.ttft_s, tbt_s, strict=True)
         if not self.named:
             return [ttft <= ttft_slo_s and tbt <= tbt_slo_s for ttft, tbt in rows]
         usual = Slo(ttft_slo_s, tbt_slo_s)
