@@ -32,11 +32,6 @@ from engine.quantized_linear import QuantizedLinear, stacked_layer
 from engine.quantized_weight import are_alike, block_scales, widened
 from engine.shared_product import SHARED_INPUTS
 
-GROUPS = SHARED_INPUTS
-
-LAST_GROUPS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Projections that share an input in a last layer, where K and V are of more tokens than the rest."""
-
 WIDE = 100_000
 """Number of columns from which the kernel for few rows beats cuBLAS with more than one row: output heads."""
 
@@ -213,7 +208,7 @@ class Slice(nn.Module):
         return columns
 
 
-def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = GROUPS) -> int:
+def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = SHARED_INPUTS) -> int:
     """Replace linear layers inside of `layers` that read the same input by slices of one product.
 
     Returns how many groups were fused. Other modules than plain and quantised ones stay as they were.

@@ -49,8 +49,7 @@ HEADER_NUMBERS = 5 + 3 * MAX_LONG_CHUNKS
 class StepPart(Enum):
     """The part of a step that a layer is called for."""
 
-    SINGLES = "one token of each sequence"
-    CHUNKS = "chunks, and perhaps tokens of other sequences before them"
+    ALL = "all tokens, their K and V written first"
     KEEP_KV = "the K and V of all tokens alone; what attention returns is not used"
     LAST_ROWS = "the last token of each sequence, all K and V being in the cache"
 
@@ -84,6 +83,11 @@ def step_header(
     if chunks:
         header[5 : 5 + 3 * len(chunks)] = torch.tensor(chunks).flatten()
     return header
+
+
+def chunks_of(header: torch.Tensor) -> int:
+    """Return the number of chunks of a step, of its header."""
+    return int(header[2])
 
 
 def attach_cache(model: nn.Module, cache: PagedCache) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.compiled import compile_around, compile_layers, compiled
 from engine.expert_load import ExpertCounts
-from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
+from engine.fused_projections import fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
 from engine.kernels.decode_parts import (
@@ -37,6 +37,10 @@ from engine.paged_cache import CACHE_DTYPES, PagedCache
 from engine.pipeline import Stage, run_stage
 from engine.real_rotary import use_real_rotary
 from engine.step_memory import StepShape, StepViews, carve
+
+ODD_SIZE = 1009
+"""Numbers of a tensor that stands for none. The compiler makes variants for an empty tensor, for a view, and
+for a size that it finds elsewhere."""
 
 
 class GpuModel:
@@ -73,8 +77,7 @@ class GpuModel:
         if self._cuts_last_layer:
             keep_kv = dropping_result(layers[-1].forward)
         if is_compiled:
-            fuse_projections(layers[:-1])
-            fuse_projections(layers[-1:], LAST_GROUPS if self._cuts_last_layer else GROUPS)
+            fuse_projections(layers)
             use_products(model)
             compile_layers(layers)
             compile_around(model.base_model)
@@ -85,6 +88,7 @@ class GpuModel:
         self.row_states = torch.empty(0)
         """The last hidden state behind each row of logits of the step that was queued last."""
         self._states = torch.empty(0)
+        self._no_parts = torch.zeros(ODD_SIZE, dtype=torch.int32, device=self.device)
         model.base_model.register_forward_hook(self._ended)
 
     @property
@@ -123,11 +127,10 @@ class GpuModel:
         token_ids, positions, rows = step_inputs(
             views.token_ids, views.sources, views.positions, views.logit_rows, last_tokens
         )
-        part = StepPart.CHUNKS if shape.num_chunks else StepPart.SINGLES
         arguments = {
             "position_ids": positions[None],
             "use_cache": False,
-            "paged": StepCall(memory, header, part, self._parts(views), rows),
+            "paged": StepCall(memory, header, StepPart.ALL, self._parts(views), rows),
         }
         keep = 0 if self._cuts_last_layer else rows
         logits = run_stage(self._model, self._stage, token_ids[None], arguments, keep)
@@ -140,8 +143,7 @@ class GpuModel:
     def _parts(self, views: StepViews[torch.Tensor]) -> torch.Tensor:
         """Return who reads what of the sequences of one token, which all layers share."""
         if not len(views.single_lens):
-            # As long as the chunks, which are two at least: of nothing, the compiler would make a variant.
-            return views.chunk_lens
+            return self._no_parts
         groups = self._heads.groups
         programs = self._heads.programs[len(views.single_lens) * groups > FEW_HEADS]
         return decode_parts(views.single_lens, groups, programs)

@@ -3,7 +3,8 @@
 Nobody reads what the last layer makes of a prompt's other tokens. So a step with chunks runs that layer
 twice: once for all tokens, of which the compiler keeps what leads to K and V and drops the rest as unused,
 and once for the last token of each sequence, like a decode step over the cache. Of a model of 32 layers that
-saves 3 % of a prefill, more of one with few layers.
+saves 3 % of a prefill, more of one with few layers. Queries are made with K and V, in one product: apart they
+would save 0.2 %, and a decode step would share no compiled layer with the others.
 
 It works from outside on a finished layer: every tensor argument that has a row for each token is cut to the
 wanted rows. A model that goes on with the shape of its input after its last layer cannot be served so
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.gpu_attention import StepCall, StepPart
+from engine.gpu_attention import StepCall, StepPart, chunks_of
 
 Forward = Callable[..., Any]
 
@@ -33,7 +34,7 @@ class LastLayer:
 
     def __call__(self, hidden: torch.Tensor, *arguments: Any, paged: StepCall, **named: Any) -> Any:
         """Return what the layer makes of the wanted rows, [1, num_rows, hidden_size]; decode: of all."""
-        if paged.part is not StepPart.CHUNKS:
+        if not chunks_of(paged.header):
             return self._run(hidden, *arguments, paged=paged, **named)
         self._keep_kv(hidden, *arguments, paged=paged._replace(part=StepPart.KEEP_KV), **named)
         num_tokens = hidden.shape[1]
