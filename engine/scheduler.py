@@ -25,12 +25,8 @@ Pure: no I/O, no clock; moments are handed in. Belongs to the event loop.
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
 from collections.abc import Iterator
-from collections.abc import Sequence as TokenIds
-
-import numpy as np
 
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
@@ -39,7 +35,7 @@ from base.step_cost import OBSERVED_STEPS, StepCorrection, StepCost
 from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
 from engine.decode_slack import decode_load, predicted_step_s
-from engine.sequence import Sequence
+from engine.sequence import Sequence, require_tokens
 from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
 from engine.swap_space import Swap, SwapSpace
 
@@ -123,9 +119,10 @@ class Scheduler:
         """
         self._require_possible(sequence.num_prompt_tokens, sequence.stop.max_tokens)
         # In a step, such a token would end every sequence of that step. What is computed was looked at.
-        self._require_tokens("prompt", sequence.token_ids[sequence.num_computed_tokens :])
-        self._require_tokens("logit_bias", [token_id for token_id, _ in sequence.sampling.logit_bias])
-        self._require_tokens("stop_token_ids", sequence.stop.stop_token_ids)
+        require_tokens("prompt", sequence.token_ids[sequence.num_computed_tokens :], self.vocab_size)
+        biased = [token_id for token_id, _ in sequence.sampling.logit_bias]
+        require_tokens("logit_bias", biased, self.vocab_size)
+        require_tokens("stop_token_ids", sequence.stop.stop_token_ids, self.vocab_size)
         sequence.extend_hashes(self.block_size)
         self._num_put_off = 0
         insort(self._waiting, sequence, key=lambda item: item.rank)
@@ -174,12 +171,12 @@ class Scheduler:
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Return the step after `plan`, whose result is not known yet; None if the result is needed first.
 
-        Every sequence of `plan` that its length does not end goes one token further, if none waits that
-        could start, no sequence needs its tokens known, and nobody has to lose blocks. A sequence that turns
-        out to have ended is computed once for nothing.
+        Every sequence of `plan` that its length does not end goes one token further, and those join that came
+        with their KV. The result is needed first if a prompt could start, if a sequence needs its tokens
+        known, and if there is no block. A sequence that turns out to have ended is computed for nothing.
         """
-        could_start = self._is_left_out or (self._waiting and len(self._running) < self.max_batch)
-        if could_start and not self._num_put_off:
+        joining = self._joining()
+        if joining is None and not self._num_put_off:
             return None
         entries = []
         for entry in plan.entries:
@@ -187,7 +184,7 @@ class Scheduler:
             if not entry.samples or sequence.needs_history:
                 return None
             if sequence.finish_reason is not None or self._ends_at(sequence, num_tokens):
-                if could_start:
+                if joining is None:
                     return None
                 continue
             if num_tokens > len(sequence.block_table) * self.block_size:
@@ -196,10 +193,23 @@ class Scheduler:
                 sequence.block_table += self._pool.allocate(1)
             blocks = tuple(sequence.block_table)
             entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
-        if could_start and entries:
+        if joining is None and entries:
             self._num_put_off -= 1
             self._num_starved += 1
+        if sum(map(self._num_missing_blocks, joining or ())) > self._pool.num_available:
+            return None
+        for sequence in joining or ():
+            self._num_starved = 0
+            self._start(sequence)
+            entries.append(self._entry(sequence, 1))
         return _plan(entries, ()) if entries else None
+
+    def _joining(self) -> list[Sequence] | None:
+        """Return those that wait and start with one token; None: prompts could start, too."""
+        if self._is_left_out:
+            return None
+        first = self._waiting[: self.max_batch - len(self._running)]
+        return first if all(sequence.wants_one_token for sequence in first) else None
 
     def commit(
         self, plan: StepPlan, result: StepResult, seconds: float = 0.0, now_s: float = 0.0
@@ -294,12 +304,6 @@ class Scheduler:
                 f"{longest} tokens need {self._num_blocks(longest)} blocks; "
                 f"the whole cache has {self._pool.num_blocks}"
             )
-
-    def _require_tokens(self, param: str, token_ids: TokenIds[int]) -> None:
-        # An array is read in a tenth of the time of a list; prompts have 100,000 tokens.
-        numbers = np.array(array("q", token_ids))
-        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self.vocab_size):
-            raise InvalidRequestError(f"{param}: token ids are 0 to {self.vocab_size - 1}", param=param)
 
     def _budgeted_step(self, now_s: float) -> BudgetedStep:
         """Return the next step as it is before any prompt has taken of it."""

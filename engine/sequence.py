@@ -7,12 +7,15 @@ that decodes, one that was preempted and one that came from another node differ 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from base.block_hash import BlockHash, hash_chain
+from base.errors import InvalidRequestError
 from base.grammar import Constraint
 from base.messages import Work
 from base.prompt_logprobs import PromptLogprobs
@@ -126,6 +129,12 @@ class Sequence:
         return self.num_remaining_tokens - self.num_launched_tokens
 
     @property
+    def wants_one_token(self) -> bool:
+        """Whether the next token is all that a sequence asks of a step: it came with its KV."""
+        has_kv = bool(self.block_table) and self.arrivals is None and self.num_plannable_tokens == 1
+        return has_kv and self.pooling is None and not self.is_scored
+
+    @property
     def rank(self) -> tuple[int, float, str]:
         """Sorts sequences by who goes first; unique."""
         return (-self.priority, self.arrived_at_s, self.request_id)
@@ -178,6 +187,14 @@ class Sequence:
         if self.num_generated_tokens >= self.stop.max_tokens or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
+
+
+def require_tokens(param: str, token_ids: TokenIds[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError, which names `param`, unless all token ids are of the vocabulary."""
+    # An array is read in a tenth of the time of a list; prompts have 100,000 tokens.
+    numbers = np.array(array("q", token_ids))
+    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < vocab_size):
+        raise InvalidRequestError(f"{param}: token ids are 0 to {vocab_size - 1}", param=param)
 
 
 def sequence_of(work: Work, arrived_at_s: float) -> Sequence:

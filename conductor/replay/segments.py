@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from math import ceil, sqrt
+
 # Segments kept for sequences that ended are dropped when so many have gathered.
 TRIM_AT = 4096
 
 Gaps = tuple[float, int, float]
 """Seconds of the last of some gaps, their number, and the seconds by which each is longer than the last."""
+
+
+def steps_begun(elapsed_s: float, first_s: float, growth_s: float) -> int:
+    """Return how many steps have begun, at least one, each `growth_s` longer than the one before."""
+    linear = first_s - growth_s / 2
+    begun = 2 * elapsed_s / (linear + sqrt(linear * linear + 2 * growth_s * elapsed_s))
+    return max(1, ceil(begun - 1e-9))
 
 
 class Segments:

@@ -16,7 +16,7 @@ step), the first of the batch ends (the top of a heap), a prompt is done, or KV 
 token gaps are the segments between its join and its end, so the mean of its longest tenth comes out of a
 handful of triples.
 
-What comes while a step is under way is in the next; but where every sequence of a step samples and nobody
+What comes while a step is under way is in the next; but where every sequence of a step samples and no prompt
 waits, an engine that launches ahead has the next step launched too, and what comes is in the one after.
 
 KV that does not fit: a sequence waits to join until it does; where growth overruns the capacity the newest
@@ -28,13 +28,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from math import ceil, inf, sqrt
+from math import inf
 
 from base.step_budget import BudgetedStep, DecodeLoad
 from base.step_cost import OBSERVED_STEPS, StepCorrection
 from conductor.placing.cost_model import CostModel
-from conductor.replay.segments import Segments
-from conductor.replay.sim_request import SimRequest
+from conductor.replay.segments import Segments, steps_begun
+from conductor.replay.sim_request import SimRequest, work_of
 from conductor.replay.sim_slack import BatchSlack
 
 Schedule = Callable[..., None]
@@ -104,6 +104,7 @@ class SimEngine:
         self._ends_prompts = False  # the prompts of all its chunks are done with it
         self._is_cut = False  # because somebody came; where it has no steps, a plan is due
         self._launched_steps, self._has_ended = 0, False  # steps after it; whether somebody ended before it
+        self._num_ahead = 0  # who joins the step after it, where others come too late for that
         self._is_between_steps = False
 
     @property
@@ -183,21 +184,21 @@ class SimEngine:
         self._queue.clear()
         self._prompts.clear()
         self._chunks.clear()
-        self._prompt_tokens = self._steps = 0
+        self._prompt_tokens = self._steps = self._num_ahead = 0
         self._is_cut = False
         self._version += 1
         return everyone
 
     def _num_begun(self, now_s: float) -> int:
         """Return the number of steps of the present segment that had begun."""
-        elapsed_s = now_s - self._started_at_s
-        linear, growth_s = self._first_s - self._growth_s / 2, self._growth_s
-        begun = 2 * elapsed_s / (linear + sqrt(linear * linear + 2 * growth_s * elapsed_s))
-        return max(1, ceil(begun - 1e-9))
+        return steps_begun(now_s - self._started_at_s, self._first_s, self._growth_s)
 
     def _came(self, now_s: float, is_prompt: bool) -> None:
         """Let what just came be in the first step that is not launched yet."""
-        if self._is_between_steps or self._is_cut:
+        if self._is_between_steps:
+            return
+        if self._is_cut:
+            self._note_late(now_s, is_prompt)
             return
         if not self._steps:  # what comes at the same moment is in the same step
             self._is_cut = True
@@ -219,6 +220,14 @@ class SimEngine:
         if steps < self._steps:
             self._begin(steps)
 
+    def _note_late(self, now_s: float, is_prompt: bool) -> None:
+        """Note who joins a step that was launched before a prompt or a sequence came."""
+        first = len(self.joining) - (not is_prompt)
+        is_ahead = self._launches_ahead and not (self._chunks or self._launched_steps or self._num_put_off)
+        has_prompts = self._prompts or len(self._queue) > is_prompt
+        if first and is_ahead and self._steps and not (has_prompts or self._num_ahead):
+            self._num_ahead = first if self._num_begun(now_s) == self._steps else 0
+
     def _begin_again(self, version: int, now_s: float) -> None:
         if version == self._version:
             self._plan(now_s)
@@ -236,6 +245,7 @@ class SimEngine:
         was_put_off, self._num_put_off = self._num_put_off, 0
         self._started_at_s = now_s
         launched, self._launched_steps = self._launched_steps, 0
+        ahead, self._num_ahead = self._num_ahead, 0
         if launched and self._batch:
             self._is_cut = was_cut
             self._num_put_off = launched if was_put_off else 0
@@ -243,10 +253,11 @@ class SimEngine:
             launched = 0
             if self._batch > 1:
                 self._make_room()
-            if self._queue or self._prompts:
+            if (self._queue or self._prompts) and not ahead:
                 self._take_chunks(now_s)
             else:
-                self._admit()
+                self._is_cut = ahead > 0  # others came after it was launched
+                self._admit(ahead or inf)
                 self._num_starved = 0
         batch = self._batch
         if self._chunks:
@@ -255,7 +266,7 @@ class SimEngine:
             self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
             self._beside_s = self._joined_s
-            steps = launched or self._num_alike()
+            steps = 1 if ahead else launched or self._num_alike()
             if self._num_put_off:
                 steps = self._num_put_off = min(steps, self._num_unasked())
             if self._joined_s and steps > 1:
@@ -283,29 +294,19 @@ class SimEngine:
 
     def _plan_chunks(self, launched: int) -> None:
         """Begin the steps with the chunks that were taken."""
-        new_tokens, attended, beside_s = 0, 0.0, self._joined_s
-        batch, context_tokens = self._batch, self._context_tokens
-        for request, tokens in self._chunks:
-            if request.computed_tokens == request.prefix_tokens:
-                beside_s += request.beside_s
-            if tokens == 1:  # attended like a sequence that decodes
-                batch += 1
-                context_tokens += request.computed_tokens
-            else:
-                new_tokens += tokens
-                attended += tokens * (tokens + 2 * request.computed_tokens)
+        work = work_of(self._chunks)
+        beside_s = self._joined_s + work.beside_s
+        batch = self._batch + work.num_single
+        context_tokens = self._context_tokens + work.single_context
         self._growth_s, self._beside_s, steps = 0.0, beside_s, 1
         first, tokens = self._chunks[0]
         if not self._chunk_tokens:
-            self._first_s = beside_s
-            if self._batch:
-                self._first_s += self._cost.decode_step_s(self._batch, self._context_tokens)
-        elif new_tokens:
-            self._first_s = beside_s + self._cost.step.with_chunks_s(
-                new_tokens, attended, batch, context_tokens
-            )
+            step_s = self._cost.decode_step_s(self._batch, self._context_tokens) if self._batch else 0.0
+        elif work.new_tokens:
+            step_s = self._cost.step.with_chunks_s(work.new_tokens, work.attended, batch, context_tokens)
         else:
-            self._first_s = beside_s + self._cost.decode_step_s(batch, context_tokens)
+            step_s = self._cost.decode_step_s(batch, context_tokens)
+        self._first_s = beside_s + step_s
         waits_for_nobody = not (self._batch or self.joining) or self._budget_cost is None
         if len(self._chunks) == 1 and tokens == self._budget and not beside_s and waits_for_nobody:
             steps = (first.num_tokens - first.computed_tokens) // tokens
@@ -313,10 +314,8 @@ class SimEngine:
                 steps = min(steps, self._num_alike())
             attention_s = self._cost.step.attention_s(tokens, tokens + self._batch)
             self._growth_s = 2 * attention_s * tokens**2 + self._token_s * self._batch
-        self._ends_prompts = True
-        for request, tokens in self._chunks:
-            if request.computed_tokens + steps * tokens != request.num_tokens:
-                self._ends_prompts = False
+        ends = (each.computed_tokens + steps * count == each.num_tokens for each, count in self._chunks)
+        self._ends_prompts = all(ends)
         self._begin(steps)
 
     def _take_chunks(self, now_s: float) -> None:
@@ -442,11 +441,12 @@ class SimEngine:
     def _has_place(self) -> bool:
         return self._batch + len(self._prompts) < self._max_batch
 
-    def _admit(self) -> None:
+    def _admit(self, most: float = inf) -> None:
         """Let those who wait to decode join, first come first served, as far as places and KV go."""
         joining = self.joining
-        while joining and self._has_place and self._enter(joining[0]):
+        while most and joining and self._has_place and self._enter(joining[0]):
             joining.popleft()
+            most -= 1
 
     def _enter(self, request: SimRequest) -> bool:
         """Let a sequence join if its KV fits; an empty batch takes any."""

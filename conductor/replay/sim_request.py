@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from base.request import NodeId, RequestId, Slo
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
@@ -142,3 +143,32 @@ class SimRequest:
         self.retries.num_attempts += 1
         self.fetching = self.is_promised = self.is_mean_lost = False
         return True
+
+
+class ChunkWork(NamedTuple):
+    """The prompts' share of a step."""
+
+    new_tokens: int
+    attended: float
+    """See `StepCost.with_chunks_s`."""
+    num_single: int
+    """Prompts of which one token is computed, attended to like a sequence that decodes."""
+    single_context: int
+    """Tokens of KV of those."""
+    beside_s: float
+    """Seconds of prompts that begin which are in none of their chunks."""
+
+
+def work_of(chunks: list[tuple[SimRequest, int]]) -> ChunkWork:
+    """Return what a step computes of prompts, of each so many tokens."""
+    new_tokens, attended, num_single, single_context, beside_s = 0, 0.0, 0, 0, 0.0
+    for request, tokens in chunks:
+        if request.computed_tokens == request.prefix_tokens:
+            beside_s += request.beside_s
+        if tokens == 1:
+            num_single += 1
+            single_context += request.computed_tokens
+        else:
+            new_tokens += tokens
+            attended += tokens * (tokens + 2 * request.computed_tokens)
+    return ChunkWork(new_tokens, attended, num_single, single_context, beside_s)

@@ -9,7 +9,7 @@ from base.request import FinishReason, SamplingParams, StopParams
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step import SequenceOutput
+from engine.step import SequenceOutput, StepPlan
 from engine.swap_space import SwapSpace
 from tests.engine.builders import make_sequence
 from tests.engine.fakes import FakeDevice, continuation
@@ -147,6 +147,88 @@ def test_a_sequence_handed_off_only_decodes() -> None:
     bench.run()
     assert generated(handed_off) == continuation(range(10), 5)
     assert all(plan.num_tokens == 1 for plan in bench.device.plans[2:])
+
+
+def with_kv(bench: Bench, name: str, first_token: int = 100) -> Sequence:
+    """Return a sequence of two full blocks and a token, which has the KV of all but that, not queued yet."""
+    prompt = [*range(first_token, first_token + 8)]
+    prefill = make_sequence(f"{name} prefill", prompt, max_tokens=1)
+    bench.scheduler.add(prefill)
+    ((token,),) = (output.tokens for output in bench.step() or [])
+    sequence = make_sequence(name, prompt, max_tokens=3, arrived_at_s=1.0)
+    sequence.token_ids.append(token.token_id)
+    sequence.num_computed_tokens = 8
+    sequence.block_table += prefill.block_table
+    bench.pool.hold(sequence.block_table)
+    bench.scheduler.release(prefill)
+    return sequence
+
+
+def decoding_step(bench: Bench, max_tokens: int = 9) -> StepPlan:
+    """Return the plan of a step, under way, of a sequence that decodes."""
+    bench.scheduler.add(make_sequence("decoding", range(6), max_tokens=max_tokens))
+    bench.step()
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def shape_of(plan: StepPlan | None) -> list[tuple[str, int]] | None:
+    return plan and sorted((entry.sequence.request_id, entry.num_tokens) for entry in plan.entries)
+
+
+def test_who_comes_with_its_kv_joins_a_step_that_is_planned_ahead() -> None:
+    bench = Bench()
+    joining = with_kv(bench, "joining")
+    plan = decoding_step(bench)
+    bench.scheduler.add(joining)
+    ahead = bench.scheduler.schedule_ahead(plan)
+    assert shape_of(ahead) == [("decoding", 1), ("joining", 1)]
+    for each in (plan, ahead):
+        bench.scheduler.commit(each, bench.device.execute(each))
+        bench.check()
+    bench.run()
+    assert generated(joining) == continuation(range(100, 108), 3)
+
+
+def test_who_ends_is_not_in_the_step_ahead_that_others_join() -> None:
+    bench = Bench()
+    joining = with_kv(bench, "joining")
+    plan = decoding_step(bench, max_tokens=2)
+    bench.scheduler.add(joining)
+    assert shape_of(bench.scheduler.schedule_ahead(plan)) == [("joining", 1)]
+
+
+def test_as_many_join_a_step_ahead_as_there_are_places() -> None:
+    bench = Bench(max_batch=2)
+    first, second = (with_kv(bench, name, token) for name, token in (("first", 100), ("second", 200)))
+    plan = decoding_step(bench)
+    bench.scheduler.add(first)
+    bench.scheduler.add(second)
+    assert shape_of(bench.scheduler.schedule_ahead(plan)) == [("decoding", 1), ("first", 1)]
+    assert bench.scheduler.num_waiting == 1
+
+
+def test_nobody_joins_a_step_ahead_without_a_block_for_its_token() -> None:
+    bench = Bench(num_blocks=6)
+    joining = with_kv(bench, "joining")
+    plan = decoding_step(bench)
+    bench.scheduler.add(joining)
+    held = bench.pool.allocate(bench.pool.num_available)
+    assert bench.scheduler.schedule_ahead(plan) is None
+    assert bench.scheduler.num_waiting == 1
+    bench.pool.release(held)
+    assert shape_of(bench.scheduler.schedule_ahead(plan)) == [("decoding", 1), ("joining", 1)]
+
+
+def test_a_step_is_not_planned_ahead_where_a_prompt_could_start() -> None:
+    bench = Bench()
+    joining = with_kv(bench, "joining")
+    plan = decoding_step(bench)
+    bench.scheduler.add(joining)
+    bench.scheduler.add(make_sequence("prompt", range(200, 204), arrived_at_s=2.0))
+    assert bench.scheduler.schedule_ahead(plan) is None
+    assert bench.scheduler.num_waiting == 2
 
 
 def test_a_finished_sequence_keeps_its_blocks_until_release() -> None:
