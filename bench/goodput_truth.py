@@ -36,7 +36,7 @@ from conductor.replay.trace_formats import read_trace
 RESULTS = Path("bench/results")
 BEFORE = RESULTS / "profile_h200_before.json"
 """Profile of the engine of `NAMES`, measured when they were."""
-LIVE = ("step_budgets_h200_seventh",)
+LIVE = ("step_budgets_h200_eighth",)
 NAMES = (
     "goodput",
     "goodput_1p1d",
