@@ -16,6 +16,7 @@ from engine.block_pool import BlockPool
 from engine.loop import STALL_S, EngineLoop
 from engine.runner import StepRunner
 from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepPlan, StepResult
 from engine.swap_space import Swap
 from tests.engine.builders import make_sequence
@@ -338,6 +339,56 @@ async def test_random_histories_give_every_listener_its_tokens(
             assert heard.tokens == expected, sequence.request_id
         assert num_failed_steps(caplog) == 0
     assert loop.pool.num_held == 0
+
+
+async def computed(loop: EngineLoop, name: str, prompt: list[int], max_tokens: int) -> Sequence:
+    """Return a sequence that has its first token and the KV of its prompt, as from another node."""
+    prefill, heard = make_sequence(f"{name}.prefill", prompt, 1), Collected()
+    loop.add(prefill, heard)
+    await heard.ended()
+    sequence = make_sequence(name, prompt, max_tokens)
+    sequence.token_ids += heard.tokens
+    sequence.num_computed_tokens = len(prompt)
+    sequence.block_table += prefill.block_table
+    loop.pool.hold(sequence.block_table)
+    loop.release(prefill)
+    return sequence
+
+
+@pytest.mark.parametrize("seed", range(15))
+async def test_who_comes_with_its_kv_gets_its_tokens_in_random_histories(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(seed)
+    num_blocks = 8 * NUM_BLOCKS
+    pool = BlockPool(num_blocks)
+    scheduler = Scheduler(pool, BLOCK_SIZE, 8, rng.randint(1, 6), max_model_len=200)
+    loop = EngineLoop(LaunchingFakeDevice(num_blocks, BLOCK_SIZE), scheduler, pool, SystemClock())
+    async with running(loop):
+        coming = []
+        for number in range(24):
+            prompt = [number, *(rng.randrange(4) for _ in range(rng.randint(1, 11)))]
+            coming.append(await computed(loop, f"r{number:02}", prompt, rng.randint(2, 9)))
+        expected: dict[Sequence, list[int]] = {}
+        heard = {sequence: Collected() for sequence in coming}
+        for number, sequence in enumerate(coming):
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            expected[sequence] = continuation(prompt, sequence.stop.max_tokens)[1:]
+            loop.add(sequence, released_at_its_end(loop, heard[sequence]))
+            if rng.random() < 0.1:
+                beside = make_sequence(f"beside{number}", range(50, 59), 2)
+                heard[beside], expected[beside] = Collected(), continuation(range(50, 59), 2)
+                loop.add(beside, released_at_its_end(loop, heard[beside]))
+            for _ in range(rng.choice([0, 1, 3, 12])):
+                await asyncio.sleep(0)
+            if rng.random() < 0.1:
+                loop.release(sequence)
+                del expected[sequence]
+        for sequence, tokens in expected.items():
+            await heard[sequence].ended()
+            assert heard[sequence].tokens == tokens, sequence.request_id
+        assert num_failed_steps(caplog) == 0
+    assert pool.num_held == 0
 
 
 def test_a_sequence_whose_blocks_do_not_come_free_is_ended_and_not_waited_for():
