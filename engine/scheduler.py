@@ -36,7 +36,7 @@ from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
 from engine.decode_slack import decode_load, predicted_step_s
 from engine.sequence import Sequence, require_tokens
-from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
+from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult, may_lose_prefix
 from engine.swap_space import Swap, SwapSpace
 
 SCORED_TOKENS = 512
@@ -196,10 +196,11 @@ class Scheduler:
         if joining is None and entries:
             self._num_put_off -= 1
             self._num_starved += 1
-        if sum(map(self._num_missing_blocks, joining or ())) > self._pool.num_available:
+        missing = sum(map(self._num_missing_blocks, joining or ()))
+        if missing > self._pool.num_available or (joining and may_lose_prefix(plan)):
             return None
         for sequence in joining or ():
-            self._num_starved = 0
+            self._num_starved = self._pool.num_promised = 0
             self._start(sequence)
             entries.append(self._entry(sequence, 1))
         return _plan(entries, ()) if entries else None

@@ -82,6 +82,11 @@ class StepPlan:
         return [entry.sequence for entry in self.entries if entry.samples]
 
 
+def may_lose_prefix(plan: StepPlan) -> bool:
+    """Return whether a step waits for the prefix of a prompt: it may fail, and those behind it would too."""
+    return any(entry.sequence.arrivals is not None for entry in plan.entries[plan.num_single :])
+
+
 def arrivals_of(plan: StepPlan) -> list[PrefixArrivals]:
     """Return the loads that a step has to wait for."""
     return [entry.sequence.arrivals for entry in plan.entries if entry.sequence.arrivals is not None]

@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from base.clock import SystemClock
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason, SamplingParams, StopParams
+from engine.arrivals import PrefixArrivals
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -219,6 +221,38 @@ def test_nobody_joins_a_step_ahead_without_a_block_for_its_token() -> None:
     assert bench.scheduler.num_waiting == 1
     bench.pool.release(held)
     assert shape_of(bench.scheduler.schedule_ahead(plan)) == [("decoding", 1), ("joining", 1)]
+
+
+def test_a_block_that_was_promised_to_who_joins_ahead_is_promised_no_more() -> None:
+    bench = Bench(num_blocks=6)
+    joining = with_kv(bench, "joining")
+    decoding = make_sequence("decoding", range(6), max_tokens=9)
+    bench.scheduler.add(decoding)
+    bench.step()
+    held = bench.pool.allocate(bench.pool.num_available)
+    bench.scheduler.add(joining)
+    plan = bench.scheduler.schedule()
+    assert shape_of(plan) == [("decoding", 1)]
+    assert bench.pool.num_promised == 1
+    bench.pool.release(held)
+    assert plan is not None
+    assert shape_of(bench.scheduler.schedule_ahead(plan)) == [("decoding", 1), ("joining", 1)]
+    assert bench.pool.num_promised == 0
+
+
+def test_nobody_joins_behind_a_step_that_may_lose_the_prefix_of_a_prompt() -> None:
+    bench = Bench()
+    joining = with_kv(bench, "joining")
+    loading = make_sequence("loading", range(6), max_tokens=9)
+    loading.arrivals = PrefixArrivals((1,), SystemClock(), 0)
+    bench.scheduler.add(loading)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    bench.scheduler.add(joining)
+    assert bench.scheduler.schedule_ahead(plan) is None
+    bench.scheduler.commit(plan, bench.device.execute(plan))
+    plan = bench.scheduler.schedule()
+    assert shape_of(plan) == [("joining", 1), ("loading", 1)]
 
 
 def test_a_step_is_not_planned_ahead_where_a_prompt_could_start() -> None:
