@@ -14,8 +14,9 @@ decode steps: the next step is planned and launched before the tokens of this on
 A runner that is a pipeline takes as many steps as fill it, each planned from what is known. Their chunks, of
 one prompt or of several, follow each other through the stages.
 
-A step that raises ends its own sequences with `FinishReason.ERROR`; those of other steps go on. The error is
-logged and counted here, because the owner of a sequence learns only that it ended.
+A step that raises ends its own sequences with `FinishReason.ERROR`; those of other steps go on. One that was
+launched ahead of its result reads tokens of it and fails too, with all who are in it. The error is logged and
+counted here, because the owner of a sequence learns only that it ended.
 """
 
 from __future__ import annotations

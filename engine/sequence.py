@@ -131,8 +131,7 @@ class Sequence:
     @property
     def wants_one_token(self) -> bool:
         """Whether the next token is all that a sequence asks of a step: it came with its KV."""
-        has_kv = bool(self.block_table) and self.arrivals is None and self.num_plannable_tokens == 1
-        return has_kv and self.pooling is None and not self.is_scored
+        return bool(self.block_table) and self.arrivals is None and self.num_plannable_tokens == 1
 
     @property
     def rank(self) -> tuple[int, float, str]:
