@@ -49,6 +49,8 @@ class Work(NamedTuple):
     traceparent: str = ""
     """The request's span; empty: it is not traced."""
     gap_bounds: GapBounds = UNBOUNDED_GAPS
+    evict_first: bool = False
+    """Another node keeps the prompt's KV: what this one has of it is evicted before all else."""
 
 
 class Reserve(NamedTuple):

@@ -10,6 +10,9 @@ Every block is in exactly one of three places:
 prefix at the same time). They are not merged: block tables stay append-only, and the second copy takes over
 the name when the first is evicted, so that the children of a chain never outlive every copy of their parent.
 
+A chain that another node has too, and keeps, is evicted before all others: from its end up to where another
+chain branches off, which would be lost with the rest.
+
 What a peer may write into a block of ours is fenced by its grant (`transfer/owned/grant.py`), not here.
 
 Belongs to the event loop; nothing in here is thread-safe.
@@ -17,6 +20,7 @@ Belongs to the event loop; nothing in here is thread-safe.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from base.block_hash import BlockHash
@@ -32,10 +36,13 @@ class BlockPool:
         self._ref_counts: dict[int, int] = {}
         # Insertion order is eviction order; a match removes entries from the middle in O(1).
         self._evictable: dict[int, None] = {}
+        self._evicted_first: dict[int, None] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         # Further blocks with the content of `_block_of`'s; seldom any.
         self._copies: dict[BlockHash, list[int]] = {}
+        self._parent_of: dict[BlockHash, BlockHash] = {}
+        self._num_children: dict[BlockHash, int] = {}
         self._stored: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -49,12 +56,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give: free and cached ones."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + self.num_cached
 
     @property
     def num_cached(self) -> int:
         """Blocks with content that nobody holds."""
-        return len(self._evictable)
+        return len(self._evictable) + len(self._evicted_first)
 
     @property
     def num_held(self) -> int:
@@ -101,16 +108,23 @@ class BlockPool:
         """Hold blocks that have content, or that somebody holds already, once more."""
         for block_id in block_ids:
             held = self._ref_counts.get(block_id, 0)
-            assert held or block_id in self._evictable, f"block {block_id} is free"
-            self._evictable.pop(block_id, None)
+            if not held:
+                queue = self._evicted_first if block_id in self._evicted_first else self._evictable
+                assert block_id in queue, f"block {block_id} is free"
+                del queue[block_id]
             self._ref_counts[block_id] = held + 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], evict_first: bool = False) -> None:
         """Give back one hold on each block of a chain, in the order of the chain.
 
-        A block that nobody holds then stays cached if it has a name; otherwise its content is given up."""
+        A block that nobody holds then stays cached if it has a name; otherwise its content is given up.
+
+        Args:
+            evict_first: Whether another node keeps the chain.
+        """
         # Deepest first: a child without its parent can never be matched, so the tail of a chain has to be
         # evicted before its head.
+        num_after = 0  # named blocks of the chain after this one, that is
         for block_id in reversed(block_ids):
             held = self._ref_counts.get(block_id, 0)
             assert held, f"block {block_id} is released and not held"
@@ -118,17 +132,23 @@ class BlockPool:
                 self._ref_counts[block_id] = held - 1
                 continue
             del self._ref_counts[block_id]
-            if block_id in self._hash_of:
-                self._evictable[block_id] = None
-            else:
+            if (block_hash := self._hash_of.get(block_id)) is None:
                 self._free.append(block_id)
+                continue
+            evict_first = evict_first and self._num_children.get(block_hash, 0) <= num_after
+            num_after = 1
+            (self._evicted_first if evict_first else self._evictable)[block_id] = None
         for listener in self._listeners:
             listener()
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+    def publish(self, block_id: int, block_hash: BlockHash, parent: BlockHash | None = None) -> None:
         """Name the content of a held, full block, so that `match` finds it.
 
-        The same hash again changes nothing. Another hash is a bug: held content never changes."""
+        The same hash again changes nothing. Another hash is a bug: held content never changes.
+
+        Args:
+            parent: Name of the block before it; None: it is the first.
+        """
         assert block_id in self._ref_counts, f"block {block_id} is published and not held"
         known = self._hash_of.get(block_id)
         if known is not None:
@@ -139,6 +159,9 @@ class BlockPool:
             self._copies.setdefault(block_hash, []).append(block_id)
             return
         self._block_of[block_hash] = block_id
+        if parent is not None:
+            self._parent_of[block_hash] = parent
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
         if block_hash in self._removed:
             del self._removed[block_hash]
         else:
@@ -163,11 +186,15 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the partition described at the head of this file."""
-        places = [*self._free, *self._evictable, *self._ref_counts]
+        places = [*self._free, *self._evictable, *self._evicted_first, *self._ref_counts]
         assert sorted(places) == list(range(self.num_blocks)), "a block is lost, or in two places"
         assert all(count >= 1 for count in self._ref_counts.values())
         assert not set(self._free) & self._hash_of.keys(), "a free block has a name"
-        assert self._evictable.keys() <= self._hash_of.keys(), "a cached block has no name"
+        assert self._evictable.keys() | self._evicted_first.keys() <= self._hash_of.keys(), (
+            "a cached block has no name"
+        )
+        assert self._parent_of.keys() <= self._block_of.keys()
+        assert self._num_children == Counter(self._parent_of.values())
         named: dict[int, BlockHash] = {block_id: name for name, block_id in self._block_of.items()}
         for name, block_ids in self._copies.items():
             assert block_ids, "an empty list of copies"
@@ -179,8 +206,9 @@ class BlockPool:
         assert not self._removed.keys() & self._block_of.keys()
 
     def _evict_oldest(self) -> int:
-        block_id = next(iter(self._evictable))
-        del self._evictable[block_id]
+        queue = self._evicted_first or self._evictable
+        block_id = next(iter(queue))
+        del queue[block_id]
         block_hash = self._hash_of.pop(block_id)
         if copies := self._copies.get(block_hash):
             if self._block_of[block_hash] == block_id:
@@ -191,6 +219,10 @@ class BlockPool:
                 del self._copies[block_hash]
             return block_id
         del self._block_of[block_hash]
+        if (parent := self._parent_of.pop(block_hash, None)) is not None:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:

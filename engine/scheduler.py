@@ -135,7 +135,7 @@ class Scheduler:
         if not self._waiting:
             self._pool.num_promised = 0
         self._num_put_off = 0
-        self._give_back(sequence)
+        self._give_back(sequence, sequence.evict_first)
         self._swap_space.drop(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -471,12 +471,10 @@ class Scheduler:
             self._running.remove(victim)
             insort(self._waiting, victim, key=lambda item: item.rank)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.block_table)
+    def _give_back(self, sequence: Sequence, evict_first: bool = False) -> None:
+        self._pool.release(sequence.block_table, evict_first)
         sequence.block_table.clear()
-        sequence.num_computed_tokens = 0
-        sequence.num_launched_tokens = 0
-        sequence.num_published_blocks = 0
+        sequence.num_computed_tokens = sequence.num_launched_tokens = sequence.num_published_blocks = 0
 
     def publish(self, sequence: Sequence) -> None:
         """Let others match the full blocks of `sequence`, unless what it came with may be damaged."""
@@ -485,7 +483,8 @@ class Scheduler:
         sequence.extend_hashes(self.block_size)
         full = sequence.num_computed_tokens // self.block_size
         for index in range(sequence.num_published_blocks, full):
-            self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])
+            parent = sequence.block_hashes[index - 1] if index else None
+            self._pool.publish(sequence.block_table[index], sequence.block_hashes[index], parent)
         sequence.num_published_blocks = max(full, sequence.num_published_blocks)
 
 

@@ -88,6 +88,8 @@ class Sequence:
     """Whether the KV that the sequence came with is known to be intact; before, none is published."""
     constraint: Constraint | None = None
     """Where the sequence is in its grammar; None: it has none. Belongs to the threads that compute masks."""
+    evict_first: bool = False
+    """Whether another node keeps the prompt's KV, so that its blocks here are evicted before others."""
     swapped: Swapped | None = None
     """KV of a preempted sequence in host memory, which comes back when it runs again."""
     num_published_blocks: int = 0
@@ -209,4 +211,5 @@ def sequence_of(work: Work, arrived_at_s: float) -> Sequence:
         priority=work.priority,
         arrived_at_s=arrived_at_s,
         gap_bounds=work.gap_bounds,
+        evict_first=work.evict_first,
     )

@@ -80,6 +80,8 @@ class Prefix:
         """The source that is loaded from."""
         self._chain: Items[BlockHash] = ()
         """The hashes of the blocks that are being loaded."""
+        self._parent: BlockHash | None = None
+        """The hash of the block before them; None: there is none."""
 
     async def load(
         self, chain: Items[BlockHash], source: PrefixSource, clock: Clock, parts: Items[int] = ()
@@ -95,7 +97,7 @@ class Prefix:
                 return
             block_ids = self._pool.allocate_spare(end - first)
             self.block_ids += block_ids
-            self._chain = chain[first:end]
+            self._chain, self._parent = chain[first:end], chain[first - 1] if first else None
             has_begun, stripes = asyncio.Event(), None
             if parts:
                 arrivals = self.arrivals = PrefixArrivals(parts, clock, block_ids[0])
@@ -143,8 +145,10 @@ class Prefix:
         if self.arrivals is not None:
             self.arrivals.end()
         coming = self.block_ids[len(self.block_ids) - len(self._chain) :]
+        parent = self._parent
         for block_id, block_hash in zip(coming[:count], self._chain, strict=False):
-            self._pool.publish(block_id, block_hash)
+            self._pool.publish(block_id, block_hash, parent)
+            parent = block_hash
         return count
 
     async def close(self) -> None:

@@ -240,7 +240,7 @@ class StopParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "chain_root", "sampling", "stop", "num_logprobs", "priority", "deadline_s", "traceparent", "gap_bounds")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "chain_root", "sampling", "stop", "num_logprobs", "priority", "deadline_s", "traceparent", "gap_bounds", "evict_first")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,7 @@ class Work(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     GAP_BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIRST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: bytes
     num_prompt_tokens: int
@@ -263,7 +264,8 @@ class Work(_message.Message):
     deadline_s: float
     traceparent: str
     gap_bounds: GapBounds
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., gap_bounds: _Optional[_Union[GapBounds, _Mapping]] = ...) -> None: ...
+    evict_first: bool
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., gap_bounds: _Optional[_Union[GapBounds, _Mapping]] = ..., evict_first: _Optional[bool] = ...) -> None: ...
 
 class GapBounds(_message.Message):
     __slots__ = ("mean_s", "longest_s")

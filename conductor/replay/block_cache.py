@@ -47,12 +47,16 @@ class _BlockRun:
     """Blocks that follow each other and were last used together."""
 
     keys: Sequence[Key]
+    parent: _BlockRun | None
+    num_children: int = 0
+    """Runs that go on from its last block."""
 
 
 class LruCache:
-    """A cache of at most `capacity` blocks, least recently used out first.
+    """A cache of at most `capacity` blocks: what another node keeps out first, then the least recently used.
 
-    A prompt that leaves a run in its middle splits it there; what it used is one run from then on.
+    A prompt that leaves a run in its middle splits it there; what it used is one run from then on. What
+    other prompts share goes first never (`engine/block_pool.py` has the same rule).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -60,6 +64,7 @@ class LruCache:
         self._size = 0
         self._by_first: dict[Key, _BlockRun] = {}
         self._by_use: OrderedDict[_BlockRun, None] = OrderedDict()
+        self._evicted_first: OrderedDict[_BlockRun, None] = OrderedDict()
 
     def __len__(self) -> int:
         return self._size
@@ -79,7 +84,7 @@ class LruCache:
             depth = end
         return depth
 
-    def store(self, chain: Sequence[Key]) -> tuple[Sequence[Key], list[Key]]:
+    def store(self, chain: Sequence[Key], evict_first: bool = False) -> tuple[Sequence[Key], list[Key]]:
         """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
         if len(chain) > self.capacity:
             chain = chain[: self.capacity]
@@ -96,14 +101,22 @@ class LruCache:
             depth = end
         stored = chain[depth:]
         if stored:
-            run = self._by_first[stored[0]] = _BlockRun(stored)
+            parent = path[-1] if path else None
+            if parent is not None:
+                parent.num_children += 1
+            run = self._by_first[stored[0]] = _BlockRun(stored, parent)
             path.append(run)
             self._size += len(stored)
-        if len(path) > 2:
+        if len(path) > 1:
             path = self._joined(path, chain)
+        first_out = self._evicted_first
         for run in reversed(path):
-            by_use[run] = None
-            by_use.move_to_end(run)
+            queue, other = by_use, first_out
+            if evict_first and not run.num_children:
+                queue, other = first_out, by_use
+            other.pop(run, None)
+            queue[run] = None
+            queue.move_to_end(run)
         return stored, self._evict(self._size - self.capacity) if self._size > self.capacity else []
 
     def clear(self) -> None:
@@ -111,31 +124,40 @@ class LruCache:
         self._size = 0
         self._by_first.clear()
         self._by_use.clear()
+        self._evicted_first.clear()
 
     def _joined(self, path: list[_BlockRun], chain: Sequence[Key]) -> list[_BlockRun]:
-        """Return the first run, which others share, and one of all after it: they were used together."""
-        first, last = path[0], path[-1]
-        for run in path[1:-1]:
+        """Return the runs of a path, those as one that no other prompt leaves before its end."""
+        last, first = path[-1], len(path) - 1
+        while first and path[first - 1].num_children == 1:
+            first -= 1
+        if path[first] is last:
+            return path
+        del self._by_first[last.keys[0]]
+        for run in path[first:-1]:
             del self._by_first[run.keys[0]]
             self._by_use.pop(run, None)
-        del self._by_first[last.keys[0]]
-        last.keys = chain[len(first.keys) :]
+            self._evicted_first.pop(run, None)
+        before = sum(len(run.keys) for run in path[:first])
+        end = before + sum(len(run.keys) for run in path[first:])
+        last.keys, last.parent = chain[before:end], path[first].parent
         self._by_first[last.keys[0]] = last
-        return [first, last]
+        return [*path[:first], last]
 
     def _split(self, run: _BlockRun, at: int) -> _BlockRun:
         """Return the first `at` blocks as a run of their own; the others keep their place in the order."""
-        head = self._by_first[run.keys[0]] = _BlockRun(run.keys[:at])
-        run.keys = run.keys[at:]
+        head = self._by_first[run.keys[0]] = _BlockRun(run.keys[:at], run.parent, 1)
+        run.keys, run.parent = run.keys[at:], head
         self._by_first[run.keys[0]] = run
         return head
 
     def _evict(self, excess: int) -> list[Key]:
-        """Drop and return the `excess` blocks used longest ago."""
+        """Drop and return `excess` blocks: those that go first, and then those used longest ago."""
         self._size -= excess
         evicted: list[Key] = []
         while excess:
-            oldest = next(iter(self._by_use))
+            queue = self._evicted_first or self._by_use
+            oldest = next(iter(queue))
             keys = oldest.keys
             if len(keys) > excess:
                 evicted.extend(keys[: -excess - 1 : -1])
@@ -143,7 +165,9 @@ class LruCache:
                 break
             evicted.extend(reversed(keys))
             excess -= len(keys)
-            del self._by_use[oldest], self._by_first[keys[0]]
+            del queue[oldest], self._by_first[keys[0]]
+            if oldest.parent is not None:
+                oldest.parent.num_children -= 1
         return evicted
 
 
@@ -169,10 +193,10 @@ class TieredCache:
         """Return how many of the `matched` blocks have to be read from disk."""
         return max(0, matched - self._memory.match(chain))
 
-    def store(self, chain: Sequence[Key]) -> tuple[Sequence[Key], list[Key]]:
+    def store(self, chain: Sequence[Key], evict_first: bool = False) -> tuple[Sequence[Key], list[Key]]:
         """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
-        self._memory.store(chain)
-        return self._all.store(chain)
+        self._memory.store(chain, evict_first)
+        return self._all.store(chain, evict_first)
 
     def clear(self) -> None:
         """Forget everything: the node died."""
@@ -195,7 +219,7 @@ class PolicyCache:
         """Return how many leading blocks of `chain` are held."""
         return _depth(self._blocks, chain)
 
-    def store(self, chain: Sequence[Key]) -> tuple[Sequence[Key], list[Key]]:
+    def store(self, chain: Sequence[Key], evict_first: bool = False) -> tuple[Sequence[Key], list[Key]]:
         """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
         chain = chain[: self.capacity]
         blocks = self._blocks

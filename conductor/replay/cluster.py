@@ -382,7 +382,7 @@ class SimCluster:
             if self._reports is not None:
                 self._reports.changed(node.node_id, request.conductor, now_s)
             return
-        self._store(node, request.chain)
+        self._store(node, request.chain, request.evict_first_on == request.placement.prefill_node)
         request.computed_at_s = now_s
         if node.spec.chunk_tokens:
             request.prefill_s = now_s - request.started_at_s
@@ -412,7 +412,7 @@ class SimCluster:
             return
         node = self._nodes[placement.decode_node]
         if self.options.decode_caches:
-            self._store(node, request.chain)
+            self._store(node, request.chain, request.evict_first_on == node.node_id)
         if request.first_token_s is None:
             request.first_token_s = now_s
         else:
@@ -467,9 +467,9 @@ class SimCluster:
         self._num_turns_to_come -= 1
         self._arrived(row, is_session)
 
-    def _store(self, node: SimNode, chain: ChainOf[Key]) -> int:
+    def _store(self, node: SimNode, chain: ChainOf[Key], evict_first: bool = False) -> int:
         """Put blocks into a node's cache; return how many are new."""
-        stored, evicted = node.cache.store(chain)
+        stored, evicted = node.cache.store(chain, evict_first)
         if stored or evicted:
             event = node.next_event, stored, evicted
             node.next_event += len(stored) + len(evicted)

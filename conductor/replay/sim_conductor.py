@@ -17,6 +17,7 @@ from conductor.placing.admission import admit_to_decode
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.fair_queue import Criticality, Waiting, waiting
+from conductor.placing.kept_copies import KeptCopies
 from conductor.placing.learner import Learner
 from conductor.placing.placement import (
     UNBOUNDED,
@@ -99,6 +100,7 @@ class SimConductor:
         """
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
+        self._kept_copies, self._decode_caches = KeptCopies(), options.decode_caches
         self._cost = cost
         self._settings = with_policy(options.settings, options.policy)
         self._choose = options.rule or POLICIES[self._settings.policy]
@@ -209,6 +211,9 @@ class SimConductor:
         if self._learner is not None:
             self._learner.placed(result, now_s)
         request.asked, request.placement = asked, result
+        request.evict_first_on = (
+            self._kept_copies.evict_first_on(result, view) if self._decode_caches else None
+        )
         self._on_placed(request)
         return True
 

@@ -47,6 +47,8 @@ class SimRequest:
     """Tokens to make by the present attempt, the one of its prefill included."""
     asked: PlacementRequest
     placement: Placement
+    evict_first_on: NodeId | None
+    """The node that evicts the prompt before all else, of two that will have it; None: one will."""
     flow: Flow | None
     fetching: bool
     waits_for: int

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from base.block_hash import BlockHash
-from base.request import RequestId
+from base.request import NodeId, RequestId
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.serving.nodes import Mailbox, NodeSession
 from conductor.serving.request_state import RequestState
@@ -27,6 +27,8 @@ class Placed(NamedTuple):
     asked: PlacementRequest
     placement: Placement
     root: BlockHash
+    evict_first_on: NodeId | None
+    """The node that evicts the prompt's KV before all else, of two that will have it; None: one will."""
 
 
 class Attempt:

@@ -53,6 +53,7 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Actual, Decision, decision
 from conductor.placing.fair_queue import Waiting
+from conductor.placing.kept_copies import KeptCopies
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.placement_queue import PlacementQueue
 from conductor.placing.scheduler import (
@@ -133,6 +134,7 @@ class Dispatcher:
         server, waiting = server or ServerConfig(), waiting or SchedulerConfig()
         self._membership = membership
         self._view = view
+        self._kept_copies = KeptCopies()
         self._cost = cost
         self._observers = observers
         self._clock = clock
@@ -229,8 +231,11 @@ class Dispatcher:
             decode.send(message._replace(num_prompt_logprobs=scored, pooling=pooling))
             prefilled = await state.mailbox.next(Prefilled)
         else:
-            decode.send(Reserve(work))
+            decode.send(
+                Reserve(work._replace(evict_first=attempt.placed.evict_first_on == placement.decode_node))
+            )
             source = await self._lent(attempt, attempt.placed)
+            work = work._replace(evict_first=attempt.placed.evict_first_on == placement.prefill_node)
             prefilled = await self._handed_over(attempt, work, decode, prefill, source)
         self._was_prefilled(attempt, attempt.placed, prefilled)
         finish = state.finish_of_first(prefilled)
@@ -282,7 +287,7 @@ class Dispatcher:
             raise refusal(result, asked.waited_s)
         self._view.placed(asked, result, now_s)
         state.placed()
-        attempt.placed = Placed(asked, result, root)
+        attempt.placed = Placed(asked, result, root, self._kept_copies.evict_first_on(result, self._view))
         return True
 
     def _decided(
@@ -313,7 +318,7 @@ class Dispatcher:
 
     def _was_prefilled(self, attempt: Attempt, placed: Placed, prefilled: Prefilled) -> None:
         """Test the decode load again, as arXiv 2407.00079 has it, and count the prompt as computed."""
-        state, (asked, placement, _) = attempt.state, placed
+        state, asked, placement = attempt.state, placed.asked, placed.placement
         node = self._view.decode_node(state.attempt_id)
         ratio = self._view.corrections.ratio(placement.decode_node, "decode")
         load = node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio

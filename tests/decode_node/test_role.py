@@ -4,12 +4,13 @@ import asyncio
 
 import pytest
 
+from base.block_hash import hash_chain
 from base.checksum import checksum
 from base.clock import SystemClock
 from base.messages import Failed, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason
 from decode_node.role import DecodeRole
-from tests.node_parts import LAYOUT, NUM_BLOCKS, parts, work
+from tests.node_parts import LAYOUT, NUM_BLOCKS, ROOT, parts, work
 from transfer.batch import pieces_of
 from transfer.shard import NodeKv
 
@@ -83,6 +84,22 @@ async def test_blocks_received_before_need_no_grant(both):
     await finished(decode)
     assert any(isinstance(item, Tokens) for item in decode.sent)
     decode.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("evict_first", [False, True])
+async def test_what_another_node_keeps_is_evicted_before_what_came_earlier(both, evict_first):
+    prefill, decode = both
+    await received(prefill, decode, work(num_tokens=32, name="older"))
+    await finished(decode)
+    decode.sent.clear()
+    newer = work(num_tokens=33, name="newer")
+    newer = newer._replace(token_ids=newer.token_ids[::-1], evict_first=evict_first)
+    await received(prefill, decode, newer)
+    await finished(decode)
+    pool = decode.pool
+    pool.release(pool.allocate(pool.num_available - 2))
+    kept = [len(pool.match(hash_chain(asked.token_ids, 16, ROOT))) for asked in (work(num_tokens=32), newer)]
+    assert kept == ([2, 0] if evict_first else [0, 2])
 
 
 async def test_damaged_blocks_are_refused_and_never_published(both):

@@ -21,8 +21,8 @@ def fill(pool: BlockPool, hashes: list[BlockHash]) -> list[int]:
     """Compute what is not matched, publish all: what a sequence does."""
     table = pool.match(hashes)
     table += pool.allocate(len(hashes) - len(table))
-    for block_id, block_hash in zip(table, hashes, strict=True):
-        pool.publish(block_id, block_hash)
+    for index, block_id in enumerate(table):
+        pool.publish(block_id, hashes[index], hashes[index - 1] if index else None)
     return table
 
 
@@ -49,6 +49,44 @@ def test_the_chain_released_first_is_evicted_first() -> None:
     pool.allocate(2)
     assert pool.match(chain(3, 4)) == []
     assert pool.match(chain(1, 2)) == older
+
+
+def test_a_chain_that_another_node_keeps_is_evicted_before_older_ones() -> None:
+    pool = BlockPool(4)
+    older, newer = fill(pool, chain(1, 2)), fill(pool, chain(3, 4))
+    pool.release(older)
+    pool.release(newer, evict_first=True)
+    assert pool.allocate(2) == [newer[1], newer[0]]
+    assert pool.match(chain(1, 2)) == older
+
+
+def test_what_another_chain_shares_is_not_evicted_first() -> None:
+    pool = BlockPool(5)
+    pool.release(fill(pool, chain(1, 2, 3)))
+    other = fill(pool, chain(1, 2, 4))
+    pool.release(fill(pool, chain(5)))
+    pool.release(other, evict_first=True)
+    assert pool.allocate(2) == [other[2], 2], "the tail, and then the oldest: not what both share"
+    assert pool.match(chain(1, 2, 9)) == other[:2]
+
+
+def test_the_beginning_of_a_longer_chain_is_not_evicted_first() -> None:
+    pool = BlockPool(4)
+    pool.release(fill(pool, chain(1, 2, 3)))
+    pool.release(fill(pool, chain(4)))
+    pool.release(pool.match(chain(1, 2)), evict_first=True)
+    pool.allocate(1)
+    assert len(pool.match(chain(1, 2))) == 2
+
+
+def test_a_chain_that_is_used_again_is_not_evicted_first_any_more() -> None:
+    pool = BlockPool(4)
+    pool.release(fill(pool, chain(1, 2)), evict_first=True)
+    pool.release(fill(pool, chain(3, 4)), evict_first=True)
+    pool.release(pool.match(chain(1, 2)))
+    pool.allocate(2)
+    assert len(pool.match(chain(1, 2))) == 2
+    assert pool.match(chain(3, 4)) == []
 
 
 def test_free_blocks_go_before_cached_ones() -> None:
@@ -124,16 +162,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert missing <= room
         # Published in order, perhaps not all: the end of the chain is still being computed.
         count = max(longest, min(published, len(hashes)))
-        for block_id, name in zip(table[:count], hashes[:count], strict=True):
-            self.pool.publish(block_id, name)
+        for index in range(count):
+            self.pool.publish(table[index], hashes[index], hashes[index - 1] if index else None)
         self.tables.append((table, hashes))
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), evict_first=st.booleans())
+    def end(self, data: st.DataObject, evict_first: bool) -> None:
         table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         cached = set(self.pool.snapshot())
-        self.pool.release(table)
+        self.pool.release(table, evict_first)
         assert set(self.pool.snapshot()) == cached, "release evicts nothing"
 
     @precondition(lambda self: self.tables)

@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 
+from base.block_hash import hash_chain
 from base.checksum import checksum
 from base.clock import SystemClock
 from base.errors import LostError
@@ -13,7 +14,7 @@ from base.messages import Failed, Prefill, Prefilled
 from decode_node.role import DecodeRole
 from prefill_node.role import PrefillRole
 from prefill_node.sender import KvSender, PrefillObserver
-from tests.node_parts import LAYOUT, LayeredRunner, parts, work
+from tests.node_parts import LAYOUT, ROOT, LayeredRunner, parts, work
 
 
 @pytest.fixture
@@ -72,6 +73,20 @@ async def test_a_prefix_computed_before_is_matched_and_still_written(both):
     assert answer.num_cached_tokens == 32
     assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
     assert any(content(decode, grant.offsets[0]))
+
+
+@pytest.mark.parametrize("evict_first", [False, True])
+async def test_what_another_node_keeps_is_evicted_before_what_was_computed_earlier(both, evict_first):
+    prefill, decode = both
+    newer = work(num_tokens=32, name="newer")
+    newer = newer._replace(token_ids=newer.token_ids[::-1], evict_first=evict_first)
+    for asked in (work(num_tokens=32), newer):
+        ask(prefill, decode, asked, granted(decode, 2))
+        await finished(prefill)
+    pool = prefill.pool
+    pool.release(pool.allocate(pool.num_available - 2))
+    kept = [len(pool.match(hash_chain(asked.token_ids, 16, ROOT))) for asked in (work(num_tokens=32), newer)]
+    assert kept == ([2, 0] if evict_first else [0, 2])
 
 
 async def test_a_prompts_logprobs_come_whole_though_it_is_cached(both):

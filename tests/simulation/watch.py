@@ -37,9 +37,9 @@ class WatchedPool(BlockPool):
         for block_id in block_ids:
             self._holds[block_id] += 1
 
-    def release(self, block_ids):
+    def release(self, block_ids, evict_first=False):
         block_ids = list(block_ids)
-        super().release(block_ids)
+        super().release(block_ids, evict_first)
         self.is_changed = True
         for block_id in block_ids:
             self._holds[block_id] -= 1

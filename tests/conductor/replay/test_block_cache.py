@@ -39,6 +39,33 @@ def test_cache_agrees_with_a_list_in_order_of_use(seed: int) -> None:
         assert len(cache) == len(order)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_another_node_keeps_goes_first_but_never_what_others_share(seed: int) -> None:
+    rng = random.Random(seed)
+    cache, first, kept = LruCache(12), [], []
+    for _ in range(200):
+        path = [rng.randrange(4), *(rng.randrange(2) for _ in range(rng.randrange(7)))]
+        chain = [tuple(path[: depth + 1]) for depth in range(len(path))]
+        everything = {*first, *kept}
+        held = (depth for depth, key in enumerate(chain) if key not in everything)
+        assert cache.match(chain) == next(held, len(chain))
+        evict_first = rng.random() < 0.5
+        _, evicted = cache.store(chain, evict_first)
+        for key in reversed(chain):
+            for queue in (first, kept):
+                if key in queue:
+                    queue.remove(key)
+            everything.add(key)
+            children = sum(len(other) == len(key) + 1 and other[:-1] == key for other in everything)
+            evict_first = evict_first and children <= (key != chain[-1])
+            (first if evict_first else kept).append(key)
+        order = first + kept
+        expected = order[: max(0, len(order) - 12)]
+        assert evicted == expected
+        first, kept = ([key for key in queue if key not in expected] for queue in (first, kept))
+        assert len(cache) == len(first) + len(kept)
+
+
 def test_cache_of_no_blocks_holds_none() -> None:
     cache = LruCache(0)
     assert cache.store([1, 2]) == ([], [])

@@ -36,6 +36,20 @@ async def test_tokens_come_from_prefill_and_decode_in_order():
         assert running.view.num_in_flight == 0
 
 
+async def test_the_nodes_of_a_prompt_take_turns_in_keeping_it():
+    async with conductor() as running:
+        prefill, decode = ScriptedWork(), ScriptedWork()
+        await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
+        await running.attach(decode, node_id="d", roles=[Role.DECODE])
+        for _ in range(8):
+            await answer(running.dispatcher, request())
+        reserves = [item for item in decode.received if isinstance(item, Reserve)]
+        first = [item.work.evict_first for item in prefill.received]
+        assert len(first) == 8
+        assert set(first) == {True, False}
+        assert [item.work.evict_first for item in reserves] == [not there for there in first]
+
+
 async def test_a_sequence_stays_on_the_node_that_is_to_do_both():
     async with conductor() as running:
         both = ScriptedWork()
@@ -44,6 +58,7 @@ async def test_a_sequence_stays_on_the_node_that_is_to_do_both():
         await until(lambda: not both.held())
         (prefill,) = both.received
         assert (prefill.stays, prefill.grant, prefill.ranks) == (True, None, ())
+        assert not prefill.work.evict_first
         assert running.view.num_in_flight == 0
 
 
