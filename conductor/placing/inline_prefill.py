@@ -11,7 +11,8 @@ hand-off: where prefill nodes have a queue, or where the node has most of the pr
 Whoever is first of a line sees a short queue always, because the line is before the nodes. So a prefill
 node's seconds count for those who wait behind as well, each of whom they delay by its share of the nodes, and
 for those who come until the line is gone: of nodes that are busy for a share u of their time these are
-u / (1 - u) for each that waits now.
+u / (1 - u) for each that waits now. And where nobody names a bound, each who decodes there waits for its next
+token while the prompt is computed: five such seconds count as one of a first token.
 
 Considered are the node that was chosen to decode and the least loaded of those that hold most of the prompt.
 Pure, as `scheduler.place` is, which asks it.
@@ -20,6 +21,7 @@ Pure, as `scheduler.place` is, which asks it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from base.request import NodeId
 from conductor.placing.cluster_view import ClusterView
@@ -36,6 +38,10 @@ TAKEN = 3.0
 
 # Prefill nodes count as busy for so much of their time at most: at 1 a queue would never end.
 MOST_BUSY = 0.62
+
+# A second in which a sequence waits for its next token, in seconds of a first token. It counts where nobody
+# names a bound: bounds that are kept say themselves what a gap may be.
+GAP_SECOND = 0.2
 
 Beside = tuple[float, float, float]
 """Seconds of queue and of prefill, and the prompt's share of the node's time."""
@@ -69,6 +75,8 @@ def inline_placement(
         load = min(MOST_LOAD, decode_load(node, cost, node.learned.decode.ratio))
         dear = TAKEN * view.room_price.price
         taken_s = found.prefill_s * found.prompt_share * dear * load / (1.0 - load)
+        if node.tightest_tbt_s == inf:
+            taken_s += GAP_SECOND * found.prefill_s * found.prompt_share * node.running_sequences
         cost_s = found.predicted_ttft_s + copied_s(request, found, node, node, groups, view) + taken_s
         if cost_s < least_s:
             best, least_s = found, cost_s
