@@ -124,7 +124,8 @@ class BlockPool:
         """
         # Deepest first: a child without its parent can never be matched, so the tail of a chain has to be
         # evicted before its head.
-        num_after = 0  # named blocks of the chain after this one, that is
+        # Children that are the chain's own: none of its last block, one of each before it.
+        num_own = 0
         for block_id in reversed(block_ids):
             held = self._ref_counts.get(block_id, 0)
             assert held, f"block {block_id} is released and not held"
@@ -135,8 +136,8 @@ class BlockPool:
             if (block_hash := self._hash_of.get(block_id)) is None:
                 self._free.append(block_id)
                 continue
-            evict_first = evict_first and self._num_children.get(block_hash, 0) <= num_after
-            num_after = 1
+            evict_first = evict_first and self._num_children.get(block_hash, 0) <= num_own
+            num_own = 1
             (self._evicted_first if evict_first else self._evictable)[block_id] = None
         for listener in self._listeners:
             listener()
