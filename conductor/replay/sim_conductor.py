@@ -100,9 +100,10 @@ class SimConductor:
         """
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
-        self._kept_copies, self._decode_caches = KeptCopies(), options.decode_caches
         self._cost = cost
         self._settings = with_policy(options.settings, options.policy)
+        self._kept_copies = KeptCopies(cost, self._settings)
+        self._decode_caches = options.decode_caches
         self._choose = options.rule or POLICIES[self._settings.policy]
         if options.rule is None and options.policy == "random":
             self._choose = RandomPrefill(options.seed).choose
@@ -212,7 +213,7 @@ class SimConductor:
             self._learner.placed(result, now_s)
         request.asked, request.placement = asked, result
         request.evict_first_on = (
-            self._kept_copies.evict_first_on(result, view) if self._decode_caches else None
+            self._kept_copies.evict_first_on(asked, result, view) if self._decode_caches else None
         )
         self._on_placed(request)
         return True

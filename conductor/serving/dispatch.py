@@ -134,7 +134,7 @@ class Dispatcher:
         server, waiting = server or ServerConfig(), waiting or SchedulerConfig()
         self._membership = membership
         self._view = view
-        self._kept_copies = KeptCopies()
+        self._kept_copies = KeptCopies(cost, settings)
         self._cost = cost
         self._observers = observers
         self._clock = clock
@@ -287,7 +287,8 @@ class Dispatcher:
             raise refusal(result, asked.waited_s)
         self._view.placed(asked, result, now_s)
         state.placed()
-        attempt.placed = Placed(asked, result, root, self._kept_copies.evict_first_on(result, self._view))
+        evict_first_on = self._kept_copies.evict_first_on(asked, result, self._view)
+        attempt.placed = Placed(asked, result, root, evict_first_on)
         return True
 
     def _decided(
