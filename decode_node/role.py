@@ -104,6 +104,7 @@ class DecodeRole:
         sequence.block_hashes = list(reservation.chain)
         sequence.num_published_blocks = reservation.num_matched
         sequence.is_proven = False
+        sequence.evict_first = work.evict_first
         # The conductor said that it may start when it had its first token for the client.
         sequence.had_token(self._clock.now_s())
         return sequence

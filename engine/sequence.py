@@ -211,5 +211,4 @@ def sequence_of(work: Work, arrived_at_s: float) -> Sequence:
         priority=work.priority,
         arrived_at_s=arrived_at_s,
         gap_bounds=work.gap_bounds,
-        evict_first=work.evict_first,
     )

@@ -172,6 +172,8 @@ class PrefillRole:
                 if not await prefix.is_intact():
                     return None
                 self._engine.proven(sequence)
+            # The decode node has it only now.
+            sequence.evict_first = message.work.evict_first
             is_kept = message.stays
         finally:
             if not is_kept:

@@ -56,7 +56,7 @@ class LruCache:
     """A cache of at most `capacity` blocks: what another node keeps out first, then the least recently used.
 
     A prompt that leaves a run in its middle splits it there; what it used is one run from then on. What
-    other prompts share goes first never (`engine/block_pool.py` has the same rule).
+    other prompts share never goes first (`engine/block_pool.py` has the same rule).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -205,7 +205,7 @@ class TieredCache:
 
 
 class PolicyCache:
-    """A cache of at most `capacity` blocks, evicted by the live code."""
+    """A cache of at most `capacity` blocks, evicted by the live code of stores: what others keep stays too."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         self.capacity = capacity

@@ -89,6 +89,22 @@ async def test_what_another_node_keeps_is_evicted_before_what_was_computed_earli
     assert kept == ([2, 0] if evict_first else [0, 2])
 
 
+async def test_what_did_not_reach_the_other_node_is_not_evicted_first(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=32), granted(decode, 2))
+    await finished(prefill)
+    newer = work(num_tokens=32, name="newer")
+    newer = newer._replace(token_ids=newer.token_ids[::-1], evict_first=True)
+    grant = granted(decode, 2)
+    await decode.agent.revoke(grant)
+    ask(prefill, decode, newer, grant)
+    assert (await prefill.said(Failed)).request_id == "newer"
+    await finished(prefill)
+    pool = prefill.pool
+    pool.release(pool.allocate(pool.num_available - 2))
+    assert len(pool.match(hash_chain(newer.token_ids, 16, ROOT))) == 2
+
+
 async def test_a_prompts_logprobs_come_whole_though_it_is_cached(both):
     prefill, decode = both
     ask(prefill, decode, work(num_tokens=40), granted(decode, 3))
