@@ -205,7 +205,7 @@ class TieredCache:
 
 
 class PolicyCache:
-    """A cache of at most `capacity` blocks, evicted by the live code of stores: what others keep stays too."""
+    """A cache of at most `capacity` blocks, evicted by the live code of stores, which knows no other node."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         self.capacity = capacity
