@@ -18,6 +18,7 @@ Larger steps are not captured: their kernels take longer than launching them.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -129,8 +130,16 @@ class StepGraphs:
     def capture(self) -> None:
         """Capture all ladders, largest first: smaller ones then fit into its memory.
 
-        cuDNN's plans belong to the thread that this runs on, which must outlive the graphs."""
-        pool = torch.cuda.graph_pool_handle()
+        cuDNN's plans belong to the thread that this runs on, which must outlive the graphs. The garbage
+        collector waits: were it to free an earlier engine's graphs during a capture, the capture would fail.
+        """
+        gc.disable()
+        try:
+            self._capture_ladders(torch.cuda.graph_pool_handle())
+        finally:
+            gc.enable()
+
+    def _capture_ladders(self, pool: Any) -> None:
         for ladder in (self._prompts, self._mixed, self._decode):
             for shape in reversed(ladder):
                 chunks = (LongChunk(shape.num_tokens, 0, is_padded=True),) if ladder is self._prompts else ()
