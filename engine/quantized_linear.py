@@ -2,7 +2,7 @@
 
 A `QuantizedLinear` stands where the model's `nn.Linear` stood, from loading on. It is cut among ranks and
 stacked with others like it, and at last becomes what multiplies fastest: on a CPU
-`engine/integer_product.py`. Until then it computes with the weight written out.
+`engine/integer_product.py` or `engine/float_product.py`. Until then it computes with the weight written out.
 
 The decoder's layers take the format that was asked for, but for those that bear it least. Of four bits, the
 projections to queries, keys and values have 8-bit integers: they are a tenth of the weights, and would bring
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from base.errors import ConfigError
-from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
+from engine.float_product import RoundedLinear, rounded_rows
 from engine.load_progress import LoadProgress
 from engine.quantized_experts import quantize_experts, require_plain_experts
 from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
@@ -154,6 +154,9 @@ def stacked_layer(layers: list[QuantizedLinear]) -> QuantizedLinear:
 
 
 def _cpu_product(layer: QuantizedLinear) -> nn.Module:
-    is_float = layer.quantized.format is WeightFormat.FP8
-    kind = IntegerLinear if has_integer_products() and not is_float else RoundedLinear
-    return kind(layer.quantized, layer.bias)
+    if layer.quantized.format is WeightFormat.FP8:
+        return RoundedLinear(layer.quantized, layer.bias)
+    # Takes a second with numba, which only layers of integers need.
+    from engine.integer_product import IntegerLinear  # noqa: PLC0415
+
+    return IntegerLinear(layer.quantized, layer.bias)

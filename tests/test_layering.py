@@ -67,6 +67,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "jinja2": ("conductor/api/chat_template.py",),
     "jsonschema": ("conductor/api/schema_narrowing.py", "bench/schemas.py"),
     "llguidance": ("base/grammar.py",),
+    "llvmlite": ("engine/kernels/cpu_product.py",),
+    "numba": ("engine/kernels/cpu_product.py",),
     "opentelemetry": ("base/tracing.py",),
     "prometheus_client": ("base/metrics.py",),
     "psutil": ("deploy/ports.py",),

@@ -1,1 +1,4 @@
-"""Triton kernels, each with its launcher; `tests/engine/definitions.py` says what they compute."""
+"""Triton kernels, each with its launcher, and one of numba's for CPUs.
+
+`tests/engine/definitions.py` says what they compute.
+"""

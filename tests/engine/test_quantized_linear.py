@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from base.errors import ConfigError
-from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
+from engine.float_product import RoundedLinear, rounded_rows
+from engine.integer_product import IntegerLinear
+from engine.kernels.cpu_product import FLUSHED, LARGEST
 from engine.quantized_linear import QuantizedLinear, quantize_linears, use_cpu_products
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 from engine.shared_product import SharedSlice
 from engine.tensor_parallel import TensorGroup, cut_model
 from tests.engine.test_gpu_model import make_family
-
-NEEDS_INTEGERS = pytest.mark.skipif(not has_integer_products(), reason="this processor has no 8-bit products")
 
 
 def plain_layer(bias: bool = True) -> nn.Linear:
@@ -23,7 +23,6 @@ def plain_layer(bias: bool = True) -> nn.Linear:
     return nn.Linear(256, 96, bias=bias)
 
 
-@NEEDS_INTEGERS
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_integer_product_errs_by_its_weight_alone(num_rows: int, bias: bool) -> None:
@@ -36,15 +35,49 @@ def test_an_integer_product_errs_by_its_weight_alone(num_rows: int, bias: bool) 
     assert (output - expected).norm() < 1e-4 * expected.norm()
 
 
-@NEEDS_INTEGERS
-def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it(threads: int, monkeypatch) -> None:
+    monkeypatch.setattr("engine.integer_product.PART_PRODUCTS", 1000)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), None)
     rows = torch.randn(33, 256)
     with torch.inference_mode():
-        assert torch.equal(layer(rows), torch.cat([layer(row[None]) for row in rows]))
+        alone = torch.cat([layer(row[None]) for row in rows])
+        for count in (2, 3, 4, 7, 8, 15, 33):
+            assert torch.equal(layer(rows[:count]), alone[:count])
 
 
-@NEEDS_INTEGERS
+@pytest.mark.parametrize("num_inputs", [1, 15, 17, 100, 16 * FLUSHED + 3])
+def test_any_number_of_inputs_of_the_largest_size_is_summed(num_inputs: int) -> None:
+    signs = torch.arange(num_inputs) % 2 * 2.0 - 1
+    weight = torch.stack([signs, -signs, torch.ones_like(signs)])
+    layer = IntegerLinear(quantized(weight, WeightFormat.INT8), None)
+    output = layer(torch.stack([signs, torch.ones_like(signs)]))
+    expected = torch.tensor([[num_inputs, -num_inputs, signs.sum()], [signs.sum(), -signs.sum(), num_inputs]])
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=num_inputs / LARGEST)
+
+
+def test_a_row_that_is_no_number_gives_none_and_leaves_the_others_as_they_are() -> None:
+    layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), None)
+    rows = torch.randn(3, 256)
+    expected = layer(rows)
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        spoilt = rows.clone()
+        spoilt[1, 7] = wrong
+        output = layer(spoilt)
+        assert not output[1].isfinite().any()
+        assert torch.equal(output[::2], expected[::2])
+
+
+def test_rows_of_sixteen_bits_and_rows_apart_in_memory_are_multiplied() -> None:
+    layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), plain_layer().bias)
+    rows = torch.randn(256, 5).t()
+    assert torch.equal(layer(rows), layer(rows.contiguous()))
+    halves = rows.bfloat16()
+    assert layer(halves).dtype is torch.bfloat16
+    assert torch.equal(layer(halves), layer(halves.float()).bfloat16())
+
+
 def test_rows_of_zeros_and_of_any_size_are_multiplied() -> None:
     layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), None)
     rows = torch.stack([torch.zeros(256), torch.full((256,), 1e20), torch.full((256,), -1e-20)])
@@ -61,7 +94,6 @@ def test_no_rows_give_none(weight_format: WeightFormat) -> None:
     assert model["layer"](torch.empty(1, 0, 256)).shape == (1, 0, 96)
 
 
-@NEEDS_INTEGERS
 def test_four_bits_are_widened_to_eight() -> None:
     weight = quantized(plain_layer().weight.detach(), WeightFormat.INT4)
     rows = torch.randn(3, 256)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine import fused_projections
+from engine.float_product import rounded_rows
 from engine.fused_projections import QuantizedProduct, has_block_products
-from engine.integer_product import rounded_rows
 from engine.kernels import quantized_product
 from engine.kernels.quantized_product import MAX_ROWS, SUMMED, levels_product, written_out
 from engine.kernels.round_rows import ALIGNED, round_groups, round_rows
