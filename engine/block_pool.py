@@ -20,7 +20,7 @@ Belongs to the event loop; nothing in here is thread-safe.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from base.block_hash import BlockHash
@@ -34,9 +34,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: list[int] = list(range(num_blocks))[::-1]
         self._ref_counts: dict[int, int] = {}
-        # Insertion order is eviction order; a match removes entries from the middle in O(1).
-        self._evictable: dict[int, None] = {}
-        self._evicted_first: dict[int, None] = {}
+        # Insertion order is eviction order; a match removes entries from the middle in O(1). A plain dict
+        # looks for its first entry past all that are gone.
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evicted_first: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         # Further blocks with the content of `_block_of`'s; seldom any.
@@ -208,8 +209,7 @@ class BlockPool:
 
     def _evict_oldest(self) -> int:
         queue = self._evicted_first or self._evictable
-        block_id = next(iter(queue))
-        del queue[block_id]
+        block_id, _ = queue.popitem(last=False)
         block_hash = self._hash_of.pop(block_id)
         if copies := self._copies.get(block_hash):
             if self._block_of[block_hash] == block_id:

@@ -89,6 +89,16 @@ def test_a_chain_that_is_used_again_is_not_evicted_first_any_more() -> None:
     assert pool.match(chain(3, 4)) == []
 
 
+@pytest.mark.timeout(60)  # it takes a second, and minutes where each looks past all that are gone
+def test_evicting_one_of_many_takes_as_long_as_evicting_one_of_few() -> None:
+    pool = BlockPool(400_000)
+    block_ids = pool.allocate(400_000)
+    for block_id in block_ids:
+        pool.publish(block_id, BlockHash(block_id.to_bytes(16)))
+    pool.release(block_ids)
+    assert pool.allocate(400_000) == block_ids[::-1]
+
+
 def test_free_blocks_go_before_cached_ones() -> None:
     pool = BlockPool(3)
     pool.release(fill(pool, chain(1)))
