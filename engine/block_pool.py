@@ -38,6 +38,8 @@ class BlockPool:
         # looks for its first entry past all that are gone.
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._evicted_first: OrderedDict[int, None] = OrderedDict()
+        # Held blocks that are to be in it again, if those who hold them only read.
+        self._goes_first: set[int] = set()
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         # Further blocks with the content of `_block_of`'s; seldom any.
@@ -109,19 +111,21 @@ class BlockPool:
         """Hold blocks that have content, or that somebody holds already, once more."""
         for block_id in block_ids:
             held = self._ref_counts.get(block_id, 0)
-            if not held:
-                queue = self._evicted_first if block_id in self._evicted_first else self._evictable
-                assert block_id in queue, f"block {block_id} is free"
-                del queue[block_id]
+            if not held and block_id in self._evicted_first:
+                del self._evicted_first[block_id]
+                self._goes_first.add(block_id)
+            elif not held:
+                assert block_id in self._evictable, f"block {block_id} is free"
+                del self._evictable[block_id]
             self._ref_counts[block_id] = held + 1
 
-    def release(self, block_ids: Sequence[int], evict_first: bool = False) -> None:
+    def release(self, block_ids: Sequence[int], evict_first: bool | None = False) -> None:
         """Give back one hold on each block of a chain, in the order of the chain.
 
         A block that nobody holds then stays cached if it has a name; otherwise its content is given up.
 
         Args:
-            evict_first: Whether another node keeps the chain.
+            evict_first: Whether another node keeps the chain; None: it was only read, and that is as before.
         """
         # Deepest first: a child without its parent can never be matched, so the tail of a chain has to be
         # evicted before its head.
@@ -130,16 +134,22 @@ class BlockPool:
         for block_id in reversed(block_ids):
             held = self._ref_counts.get(block_id, 0)
             assert held, f"block {block_id} is released and not held"
+            block_hash = self._hash_of.get(block_id)
+            if evict_first is not None and block_hash is not None:
+                evict_first = evict_first and self._num_children.get(block_hash, 0) <= num_own
+                num_own = 1
+                (self._goes_first.add if evict_first else self._goes_first.discard)(block_id)
             if held > 1:
                 self._ref_counts[block_id] = held - 1
                 continue
             del self._ref_counts[block_id]
-            if (block_hash := self._hash_of.get(block_id)) is None:
+            if block_hash is None:
                 self._free.append(block_id)
-                continue
-            evict_first = evict_first and self._num_children.get(block_hash, 0) <= num_own
-            num_own = 1
-            (self._evicted_first if evict_first else self._evictable)[block_id] = None
+            elif block_id in self._goes_first:
+                self._goes_first.remove(block_id)
+                self._evicted_first[block_id] = None
+            else:
+                self._evictable[block_id] = None
         for listener in self._listeners:
             listener()
 
@@ -195,6 +205,7 @@ class BlockPool:
         assert self._evictable.keys() | self._evicted_first.keys() <= self._hash_of.keys(), (
             "a cached block has no name"
         )
+        assert self._goes_first <= self._ref_counts.keys()
         assert self._parent_of.keys() <= self._block_of.keys()
         assert self._num_children == Counter(self._parent_of.values())
         named: dict[int, BlockHash] = {block_id: name for name, block_id in self._block_of.items()}

@@ -45,7 +45,9 @@ class EngineBlocks(Protocol):
         """Hold the leading blocks of `chain` that are there, until `release`; return their ids."""
         ...
 
-    def release(self, block_ids: Sequence[int]) -> None: ...
+    def release(self, block_ids: Sequence[int], evict_first: bool | None = False) -> None:
+        """Give them back; with None when they are evicted is as it was."""
+        ...
 
 
 class EngineStore:
@@ -182,4 +184,4 @@ class EngineStore:
             async with self._saving:
                 return await self._mover.save(chain[: len(block_ids)], block_ids[first:], first, tenant)
         finally:
-            self._engine.release(block_ids)
+            self._engine.release(block_ids, None)

@@ -1,5 +1,7 @@
 """The block pool against a naive model of it, and the promises of its docstrings."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -89,6 +91,32 @@ def test_a_chain_that_is_used_again_is_not_evicted_first_any_more() -> None:
     assert pool.match(chain(3, 4)) == []
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_chain_that_is_only_read_is_evicted_first_as_before(is_early: bool) -> None:
+    pool = BlockPool(4)
+    pool.release(fill(pool, chain(1, 2)))
+    table = fill(pool, chain(3, 4))
+    if is_early:
+        pool.hold(table)
+    pool.release(table, evict_first=True)
+    if not is_early:
+        pool.hold(table)
+    pool.release(table, None)
+    assert pool.allocate(2) == table[::-1]
+
+
+def test_a_chain_that_is_read_while_another_comes_to_keep_it_is_kept() -> None:
+    pool = BlockPool(4)
+    kept = fill(pool, chain(1, 2))
+    pool.release(kept, evict_first=True)
+    pool.release(fill(pool, chain(3, 4)))
+    read, used = pool.match(chain(1, 2)), pool.match(chain(1, 2))
+    pool.release(used)
+    pool.release(read, None)
+    pool.allocate(2)
+    assert pool.match(chain(1, 2)) == kept
+
+
 @pytest.mark.timeout(60)  # it takes a second, and minutes where each looks past all that are gone
 def test_evicting_one_of_many_takes_as_long_as_evicting_one_of_few() -> None:
     pool = BlockPool(400_000)
@@ -154,6 +182,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.tables: list[tuple[list[int], list[BlockHash]]] = []
         self.known: set[BlockHash] = set()
+        self.read: list[list[int]] = []
+        self.parents: dict[BlockHash, BlockHash] = {}
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=6), published=st.integers(0, 6))
     def start(self, token_ids: list[int], published: int) -> None:
@@ -175,6 +205,14 @@ class PoolMachine(RuleBasedStateMachine):
         for index in range(count):
             self.pool.publish(table[index], hashes[index], hashes[index - 1] if index else None)
         self.tables.append((table, hashes))
+        self.parents |= dict(pairwise(reversed(hashes)))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        table, hashes = data.draw(st.sampled_from(self.tables))
+        for index, block_id in enumerate(table):
+            self.pool.publish(block_id, hashes[index], hashes[index - 1] if index else None)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), evict_first=st.booleans())
@@ -191,6 +229,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.hold(table)
         self.pool.release(table)
 
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def begin_to_read(self, token_ids: list[int]) -> None:
+        self.read.append(self.pool.match(chain(*token_ids)))
+
+    @precondition(lambda self: self.read)
+    @rule(data=st.data())
+    def end_reading(self, data: st.DataObject) -> None:
+        self.pool.release(self.read.pop(data.draw(st.integers(0, len(self.read) - 1))), None)
+
     @rule()
     def listen(self) -> None:
         stored, removed = self.pool.take_events()
@@ -202,7 +249,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def accounted_for(self) -> None:
         self.pool.check()
-        held = {block_id for table, _ in self.tables for block_id in table}
+        tables = *self.read, *(table for table, _ in self.tables)
+        held = {block_id for table in tables for block_id in table}
         assert self.pool.num_held == len(held)
         assert self.pool.num_available == NUM_BLOCKS - len(held)
 
@@ -212,6 +260,8 @@ class PoolMachine(RuleBasedStateMachine):
         for _, hashes in self.tables:
             places = [order[name] for name in hashes if name in order]
             assert places == sorted(places)
+        for name in order:
+            assert name not in self.parents or self.parents[name] in order, "a child that nobody can match"
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

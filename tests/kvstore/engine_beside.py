@@ -49,7 +49,7 @@ class Engine:
         self.num_held += len(held)
         return held
 
-    def release(self, block_ids):
+    def release(self, block_ids, evict_first=False):
         self.num_held -= len(block_ids)
 
     async def checksums(self, block_ids):

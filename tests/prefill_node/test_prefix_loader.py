@@ -98,6 +98,21 @@ async def test_a_prefix_that_the_cache_forgot_comes_back_from_the_store(three):
     warm.check_nothing_is_held()
 
 
+async def test_what_another_node_keeps_is_evicted_first_though_it_was_saved_since(three):
+    warm, _, decode = three
+    newer = work(num_tokens=32, name="newer")
+    newer = newer._replace(token_ids=newer.token_ids[::-1], evict_first=True)
+    async with with_store(warm, warm.group):
+        for number, asked in enumerate((work(num_tokens=32), newer)):
+            await prefilled(warm, decode, asked)
+            await saved(warm, 2 + 2 * number)
+        async with asyncio.timeout(60):
+            while warm.pool.num_held:
+                await asyncio.sleep(0)
+        warm.pool.release(warm.pool.allocate(warm.pool.num_blocks - 2))
+        assert len(warm.pool.match(hash_chain(work(num_tokens=32).token_ids, 16, ROOT))) == 2
+
+
 async def test_what_the_cache_forgot_is_lent_from_the_store(three):
     warm, cold, decode = three
     async with with_store(warm, warm.group):
