@@ -172,8 +172,8 @@ class PrefillRole:
                 if not await prefix.is_intact():
                     return None
                 self._engine.proven(sequence)
-            # The decode node has it only now.
-            sequence.evict_first = message.work.evict_first
+            # The decode node has it only now, and keeps nothing of what has ended.
+            sequence.evict_first = message.work.evict_first and first.finish_reason is not FinishReason.STOP
             is_kept = message.stays
         finally:
             if not is_kept:

@@ -33,8 +33,8 @@ class KeptCopies:
         self, request: PlacementRequest, placement: Placement, view: ClusterView
     ) -> NodeId | None:
         """Return the node that evicts a prompt first once it is handed over; None: one node alone has it."""
-        if placement.prefill_node == placement.decode_node:
-            return None
+        if placement.prefill_node == placement.decode_node or request.max_tokens <= 1:
+            return None  # a decode node keeps nothing of what it does not decode
         tokens, cost = request.num_tokens, self._cost
         if not self._fetches or cost.transfer_s(tokens) >= cost.prefill_s(tokens, 0):
             return placement.decode_node

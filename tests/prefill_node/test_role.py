@@ -11,6 +11,7 @@ from base.clock import SystemClock
 from base.errors import LostError
 from base.grants import Operation
 from base.messages import Failed, Prefill, Prefilled
+from base.request import FinishReason
 from decode_node.role import DecodeRole
 from prefill_node.role import PrefillRole
 from prefill_node.sender import KvSender, PrefillObserver
@@ -104,6 +105,23 @@ async def test_what_did_not_reach_the_other_node_is_not_evicted_first(both):
     pool.release(pool.allocate(pool.num_available - 2))
     # One block at least was computed before the write of the first one failed.
     assert pool.match(hash_chain(newer.token_ids, 16, ROOT))
+
+
+async def test_what_ends_with_its_first_token_is_not_evicted_first(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=32), granted(decode, 2))
+    await finished(prefill)
+    newer = work(num_tokens=32, name="newer")
+    newer = newer._replace(
+        token_ids=newer.token_ids[::-1], evict_first=True, stop=newer.stop._replace(stop_token_ids=(1,))
+    )
+    prefill.sent.clear()
+    ask(prefill, decode, newer, granted(decode, 2))
+    assert (await prefill.said(Prefilled)).finish_reason is FinishReason.STOP
+    await finished(prefill)
+    pool = prefill.pool
+    pool.release(pool.allocate(pool.num_available - 2))
+    assert len(pool.match(hash_chain(newer.token_ids, 16, ROOT))) == 2
 
 
 async def test_a_prompts_logprobs_come_whole_though_it_is_cached(both):
