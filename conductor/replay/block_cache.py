@@ -99,7 +99,13 @@ class LruCache:
                 run = self._split(run, end - depth)
             path.append(run)
             depth = end
-        stored = chain[depth:]
+        stored, first_out = chain[depth:], self._evicted_first
+        evicted: list[Key] = []
+        if (excess := self._size + len(stored) - self.capacity) > 0:
+            for run in path:  # what is in use stays
+                first_out.pop(run, None)
+                by_use.pop(run, None)
+            evicted = self._evict(excess)
         if stored:
             parent = path[-1] if path else None
             if parent is not None:
@@ -109,7 +115,6 @@ class LruCache:
             self._size += len(stored)
         if len(path) > 1:
             path = self._joined(path, chain)
-        first_out = self._evicted_first
         for run in reversed(path):
             queue, other = by_use, first_out
             if evict_first and not run.num_children:
@@ -117,7 +122,7 @@ class LruCache:
             other.pop(run, None)
             queue[run] = None
             queue.move_to_end(run)
-        return stored, self._evict(self._size - self.capacity) if self._size > self.capacity else []
+        return stored, evicted
 
     def clear(self) -> None:
         """Forget everything: the node died."""

@@ -5,10 +5,12 @@ import random
 
 import pytest
 
+from base.block_hash import BlockHash
 from base.errors import ConfigError
 from conductor.placing.profile import Profile
 from conductor.profiles.reader import load_profile
 from conductor.replay.block_cache import LruCache, PolicyCache, make_cache
+from engine.block_pool import BlockPool
 from kvstore.eviction import BY_NAME
 
 
@@ -40,30 +42,22 @@ def test_cache_agrees_with_a_list_in_order_of_use(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_another_node_keeps_goes_first_but_never_what_others_share(seed: int) -> None:
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_another_node_keeps_goes_as_it_does_in_an_engine(seed: int, share: float) -> None:
     rng = random.Random(seed)
-    cache, first, kept = LruCache(12), [], []
+    cache, pool = LruCache(12), BlockPool(12)
     for _ in range(200):
         path = [rng.randrange(4), *(rng.randrange(2) for _ in range(rng.randrange(7)))]
-        chain = [tuple(path[: depth + 1]) for depth in range(len(path))]
-        everything = {*first, *kept}
-        held = (depth for depth, key in enumerate(chain) if key not in everything)
-        assert cache.match(chain) == next(held, len(chain))
-        evict_first = rng.random() < 0.5
-        _, evicted = cache.store(chain, evict_first)
-        for key in reversed(chain):
-            for queue in (first, kept):
-                if key in queue:
-                    queue.remove(key)
-            everything.add(key)
-            children = sum(len(other) == len(key) + 1 and other[:-1] == key for other in everything)
-            evict_first = evict_first and children <= (key != chain[-1])
-            (first if evict_first else kept).append(key)
-        order = first + kept
-        expected = order[: max(0, len(order) - 12)]
-        assert evicted == expected
-        first, kept = ([key for key in queue if key not in expected] for queue in (first, kept))
-        assert len(cache) == len(first) + len(kept)
+        chain = [BlockHash(bytes(path[: depth + 1])) for depth in range(len(path))]
+        block_ids = pool.match(chain)
+        assert cache.match(chain) == len(block_ids)
+        block_ids += pool.allocate(len(chain) - len(block_ids))
+        for block_id, name, parent in zip(block_ids, chain, [None, *chain], strict=False):
+            pool.publish(block_id, name, parent)
+        evict_first = rng.random() < share
+        pool.release(block_ids, evict_first)
+        stored, evicted = cache.store(chain, evict_first)
+        assert (list(stored), evicted) == pool.take_events()
 
 
 def test_cache_of_no_blocks_holds_none() -> None:
