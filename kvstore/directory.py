@@ -122,7 +122,7 @@ class RedisDirectory:
             path.stem: self._writer.register_script(path.read_text()) for path in sorted(_LUA.glob("*.lua"))
         }
         self._own: dict[BlockHash, None] = {}
-        self._view: dict[BlockHash, bytes] = {}
+        self._view: OrderedDict[BlockHash, bytes] = OrderedDict()
         self._members: dict[int, Member] = {} if member is None else {member.epoch: member}
         self._outbox: OrderedDict[BlockHash, bool] = OrderedDict()
         self._has_news = asyncio.Event()
@@ -225,7 +225,7 @@ class RedisDirectory:
             ]
         self._view.update(zip(chain, found, strict=False))
         while len(self._view) > MAX_VIEW:
-            del self._view[next(iter(self._view))]
+            self._view.popitem(last=False)
         return self._with_our_own(chain, found)
 
     def _with_our_own(self, chain: Sequence[BlockHash], found: list[bytes]) -> list[bytes]:
