@@ -12,10 +12,6 @@ three times the time. Weights of 4 bits are widened to 8. `bench/quantized_cpu.p
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import Any
-
 import numpy as np
 import torch
 from torch import nn
@@ -23,11 +19,6 @@ from torch.nn.functional import pad
 
 from engine.kernels.cpu_product import LANES, multiply, round_to_numbers
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
-
-Array = np.ndarray[Any, Any]
-
-PART_PRODUCTS = 8_000_000
-"""Products of numbers, some 0.2 ms, that are worth another thread, which takes 0.05 ms to begin."""
 
 
 class IntegerLinear(nn.Module):
@@ -39,38 +30,18 @@ class IntegerLinear(nn.Module):
             weight = quantized(weight.dequantized(), WeightFormat.INT8)
         self.bias = bias
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self._missing = -weight.in_features % LANES
-        self._levels = pad(weight.levels, (0, self._missing)).contiguous().numpy()
+        self._levels = pad(weight.levels, (0, -weight.in_features % LANES)).contiguous().numpy()
         self._scales = weight.scales[:, 0].float().contiguous().numpy()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.reshape(-1, self.in_features).float().contiguous()
-        num_rows = len(rows)
-        numbers = torch.zeros(num_rows, self.in_features + self._missing, dtype=torch.int16).numpy()
-        steps = torch.empty(num_rows).numpy()
-        output = torch.empty(num_rows, self.out_features)
-        round_to_numbers(rows.numpy(), numbers, steps)
-        _multiply(numbers, steps, self._levels, self._scales, output.numpy())
+        rows = hidden.reshape(-1, self.in_features).to(torch.float32).contiguous().numpy()
+        # What rows lack up to a multiple of `LANES` stays zero.
+        numbers = np.zeros((len(rows), self._levels.shape[1]), np.int16)
+        steps = np.empty(len(rows), np.float32)
+        output = torch.empty((*hidden.shape[:-1], self.out_features))
+        products = output.numpy().reshape(len(rows), self.out_features)
+        round_to_numbers(rows, numbers, steps)
+        multiply(numbers, steps, self._levels, self._scales, products, torch.get_num_threads())
         if self.bias is not None:
             output += self.bias
-        return output.to(hidden.dtype).view(*hidden.shape[:-1], self.out_features)
-
-
-def _multiply(numbers: Array, steps: Array, levels: Array, scales: Array, output: Array) -> None:
-    """Let as many threads multiply as torch's operations have, where each has enough to do."""
-    num_outputs, num_threads = len(levels), torch.get_num_threads()
-    parts = min(num_threads, max(1, len(numbers) * levels.size // PART_PRODUCTS))
-    ends = [num_outputs * part // parts for part in range(parts + 1)]
-
-    def multiply_part(part: int) -> None:
-        multiply(numbers, steps, levels, scales, output, ends[part], ends[part + 1])
-
-    others = [_threads(num_threads).submit(multiply_part, part) for part in range(1, parts)]
-    multiply_part(0)
-    for each in others:
-        each.result()
-
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "product")
+        return output.to(hidden.dtype)

@@ -8,9 +8,10 @@ beside it.
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -23,6 +24,16 @@ FLUSHED = 4096
 LARGEST = 32767.0
 CACHED_BYTES = 1 << 17
 """Weights that are multiplied with all rows before the next."""
+
+try:
+    # Of numba's threads those that several callers may use at once; they want the system's OpenMP.
+    from numba.np.ufunc import omppool  # type: ignore[attr-defined]
+except ImportError:
+    omppool = None
+else:
+    numba.config.THREADING_LAYER = "omp"
+
+MOST_THREADS = numba.config.NUMBA_NUM_THREADS if omppool else 1
 
 INT32, INT64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -130,21 +141,9 @@ def round_to_numbers(rows, numbers, steps) -> None:
             numbers[row, at] = np.int16(np.rint(rows[row, at] / step))
 
 
-@njit(
-    "void(int16[:,::1], float32[::1], int8[:,::1], float32[::1], float32[:,::1], int64, int64)",
-    nogil=True,
-    error_model="numpy",
-)
-def multiply(numbers, steps, weight, scales, output, first, end) -> None:
-    """Write the products of all rows for the outputs [first, end).
-
-    Args:
-        numbers: int16 [num_rows, inputs], of `round_to_numbers`
-        steps: float32 [num_rows]
-        weight: int8 [out_features, inputs]
-        scales: float32 [out_features]
-        output: float32 [num_rows, out_features], written
-    """
+@njit(nogil=True, error_model="numpy")
+def _multiply_part(numbers, steps, weight, scales, output, first, end):
+    """Write the products of all rows for the outputs [first, end)."""
     num_rows = numbers.shape[0]
     held = max(1, CACHED_BYTES // weight.shape[1])
     for begin in range(first, end, held):
@@ -165,3 +164,33 @@ def multiply(numbers, steps, weight, scales, output, first, end) -> None:
         if row < num_rows:
             for column in columns:
                 _multiply_rows(1, row, column, numbers, steps, weight, scales, output)
+
+
+def multiply(numbers, steps, weight, scales, output, num_threads) -> None:
+    """Write the products of all rows with all weights.
+
+    Args:
+        numbers: int16 [num_rows, inputs], of `round_to_numbers`
+        steps: float32 [num_rows]
+        weight: int8 [out_features, inputs]
+        scales: float32 [out_features]
+        output: float32 [num_rows, out_features], written
+        num_threads: Those that share the outputs, if numba has so many.
+    """
+    parts = min(num_threads, MOST_THREADS)
+    if parts > 1:
+        numba.set_num_threads(parts)
+    _multiply_parts(numbers, steps, weight, scales, output, parts)
+
+
+@njit(
+    "void(int16[:,::1], float32[::1], int8[:,::1], float32[::1], float32[:,::1], int64)",
+    nogil=True,
+    error_model="numpy",
+    parallel=MOST_THREADS > 1,
+)
+def _multiply_parts(numbers, steps, weight, scales, output, parts):
+    num_outputs = weight.shape[0]
+    for part in prange(parts):
+        first, end = num_outputs * part // parts, num_outputs * (part + 1) // parts
+        _multiply_part(numbers, steps, weight, scales, output, first, end)

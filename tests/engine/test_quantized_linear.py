@@ -37,7 +37,6 @@ def test_an_integer_product_errs_by_its_weight_alone(num_rows: int, bias: bool) 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_rows_product_does_not_depend_on_the_rows_beside_it(threads: int, monkeypatch) -> None:
-    monkeypatch.setattr("engine.integer_product.PART_PRODUCTS", 1000)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), None)
     rows = torch.randn(33, 256)
