@@ -15,6 +15,7 @@ from engine.kernels.decode_parts import (
     CUT_TOKENS,
     LEAST_TOKENS,
     MAX_SPLITS,
+    MOST_SORTED,
     PROGRAMS,
     KernelPrograms,
     num_items,
@@ -134,8 +135,11 @@ def decode_parts_definition(
         targets = [max(1, waves * programs.wave // num_kv_heads) for waves in (1, 2, 3)]
         ways += [_counts(lens, _fair(lens, target), 0) for target in targets]
     counts = min(ways, key=lambda way: waves_cost(lens, way, num_kv_heads, programs, places))
-    items = [seq * MAX_SPLITS.value + split for seq, count in enumerate(counts) for split in range(count)]
-    firsts = [sum(counts[:seq]) for seq in range(len(counts))]
+    order = list(range(len(lens)))
+    if len(lens) <= MOST_SORTED and 0 < programs.wave < sum(counts) * num_kv_heads:
+        order.sort(key=lambda seq: lens[seq] // -max(1, counts[seq]))
+    items = [seq * MAX_SPLITS.value + split for seq in order for split in range(counts[seq])]
+    firsts = [sum(counts[other] for other in order[: order.index(seq)]) for seq in range(len(counts))]
     return torch.tensor([*items, *[-1] * (places - len(items)), *counts, *firsts], dtype=torch.int32)
 
 

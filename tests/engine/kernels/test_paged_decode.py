@@ -216,6 +216,16 @@ def test_a_long_context_among_latents_is_cut_though_whole_waves_would_be_filled_
     assert found[num_items(66, 8, DECODE_PROGRAMS) :][65] >= 4
 
 
+def test_the_longest_parts_begin_first_where_they_are_more_than_a_wave() -> None:
+    lens = torch.tensor([500, 8000] * 24, dtype=torch.int32)
+    found = decode_parts_definition(lens, 8)
+    places = num_items(48, 8)
+    counts, firsts = found[places : places + 48].tolist(), found[places + 48 :].tolist()
+    assert sum(counts) * 8 > PROGRAMS[1].wave
+    order = sorted(range(48), key=lambda seq: firsts[seq])
+    assert order == [*range(1, 48, 2), *range(0, 48, 2)]
+
+
 def test_latents_that_fill_a_wave_begin_no_second_one() -> None:
     lens = torch.full((8,), 4096, dtype=torch.int32)
     found = decode_parts_definition(lens, 1, DECODE_PROGRAMS)
