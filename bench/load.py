@@ -10,6 +10,8 @@ for, each begins when another has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ async def run_load(
     max_concurrency: int | None,
     progress: Callable[[int], None],
     sessions: int | None = None,
+    cut_s: float | None = None,
 ) -> LoadRun:
     """Send a load and wait for all answers.
 
@@ -42,6 +45,7 @@ async def run_load(
         max_concurrency: Requests at once; None: no bound.
         progress: Called with the number of answered requests.
         sessions: At a time, whatever their arrivals; None: they come when they come.
+        cut_s: Seconds after which no more is sent, and what is not answered forgotten; None: never.
     """
     run = _Run(server, max_concurrency, progress)
     waiting, started_at_s = iter(load), time.monotonic()
@@ -50,7 +54,7 @@ async def run_load(
         for request in waiting:
             await run.session(request, time.monotonic())
 
-    async with asyncio.TaskGroup() as run.tasks:
+    async def all_sent() -> None:
         if sessions is not None:
             for _ in range(sessions):
                 run.tasks.create_task(one_after_another())
@@ -59,6 +63,10 @@ async def run_load(
                 due_s = started_at_s + request.at_s
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                 run.tasks.create_task(run.session(request, due_s))
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(cut_s), asyncio.TaskGroup() as run.tasks:
+            await all_sent()
     return LoadRun(run.outcomes, run.delays_s, time.monotonic() - started_at_s)
 
 
@@ -75,21 +83,23 @@ class _Run:
 
     async def session(self, first: LoadRequest, due_s: float) -> None:
         """Send a request, and what its session asks when it is answered."""
-        request: LoadRequest | None = first
+        request = first
         context: list[int] = []
-        while request is not None:
+        for turn in itertools.count():
             # what the session said and was answered, and then what is new
             new_tokens = max(1, len(request.token_ids) - len(context))
             prompt = context + list(request.token_ids)[-new_tokens:]
             outcome = await self._send(prompt, request, due_s)
+            outcome.turn = turn
             context = prompt + outcome.answer_ids if request.keeps_answer else []
             answered_s = time.monotonic()
             for fork in request.forks:
                 self.tasks.create_task(self._fork(fork, answered_s))
+            if request.next_turn is None:
+                return
             request = request.next_turn
-            if request is not None:
-                due_s = answered_s + request.at_s
-                await asyncio.sleep(request.at_s)
+            due_s = answered_s + request.at_s
+            await asyncio.sleep(request.at_s)
 
     async def _fork(self, first: LoadRequest, answered_s: float) -> None:
         await asyncio.sleep(first.at_s)

@@ -27,6 +27,8 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    turn: int = 0
+    """Its place in its session."""
     answer_ids: list[int] = field(default_factory=list)
     """Its tokens, where they were asked for and the server says them."""
     error: str = ""

@@ -103,8 +103,8 @@ def _moved(first: TraceRequest, offset: int) -> TraceRequest:
 
 
 def later_turns(outcomes: list[Outcome]) -> dict[str, float]:
-    """Return percentiles of the TTFT of requests that found some of their prompt, ms."""
-    found = [1e3 * item.ttft_s for item in outcomes if not item.error and item.cached_tokens]
+    """Return percentiles of the TTFT of what sessions asked after their first request, ms."""
+    found = [1e3 * item.ttft_s for item in outcomes if not item.error and item.turn]
     return {f"p{percent}": float(np.percentile(found, percent)) for percent in (50, 90, 99) if found}
 
 

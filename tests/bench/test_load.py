@@ -225,6 +225,20 @@ async def test_a_turn_is_asked_when_the_one_before_it_was_answered():
         run = await run_load(server, [session], None, lambda _: None)
     assert asked == [([1], 1), ([1, 2], 1), ([1, 2, 3], 1)], "no two at once"
     assert [outcome.prompt_tokens for outcome in run.outcomes] == [1, 2, 3]
+    assert [outcome.turn for outcome in run.outcomes] == [0, 1, 2]
+
+
+async def test_what_is_not_answered_when_a_load_is_cut_is_forgotten():
+    async def answer(body, now):
+        if body["prompt"] == [2]:
+            await asyncio.Event().wait()
+        async for piece in echo(body, now):
+            yield piece
+
+    load = [LoadRequest(0.0, [1], 1), LoadRequest(0.0, [2], 1), LoadRequest(3600.0, [3], 1)]
+    async with server_that(answer) as server:
+        run = await run_load(server, load, None, lambda _: None, cut_s=1.0)
+    assert [outcome.prompt_tokens for outcome in run.outcomes] == [1]
 
 
 async def test_a_sessions_next_prompt_has_the_answer_that_it_was_given():
