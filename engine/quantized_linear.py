@@ -156,7 +156,7 @@ def stacked_layer(layers: list[QuantizedLinear]) -> QuantizedLinear:
 def _cpu_product(layer: QuantizedLinear) -> nn.Module:
     if layer.quantized.format is WeightFormat.FP8:
         return RoundedLinear(layer.quantized, layer.bias)
-    # Takes a second with numba, which only layers of integers need.
+    # Takes seconds with numba and what it compiles, which only layers of integers need.
     from engine.integer_product import IntegerLinear  # noqa: PLC0415
 
     return IntegerLinear(layer.quantized, layer.bias)

@@ -141,7 +141,11 @@ def round_to_numbers(rows, numbers, steps) -> None:
             numbers[row, at] = np.int16(np.rint(rows[row, at] / step))
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(
+    "void(int16[:,::1], float32[::1], int8[:,::1], float32[::1], float32[:,::1], int64, int64)",
+    nogil=True,
+    error_model="numpy",
+)
 def _multiply_part(numbers, steps, weight, scales, output, first, end):
     """Write the products of all rows for the outputs [first, end)."""
     num_rows = numbers.shape[0]
@@ -180,7 +184,9 @@ def multiply(numbers, steps, weight, scales, output, num_threads) -> None:
     parts = min(num_threads, MOST_THREADS)
     if parts > 1:
         numba.set_num_threads(parts)
-    _multiply_parts(numbers, steps, weight, scales, output, parts)
+        _multiply_parts(numbers, steps, weight, scales, output, parts)
+    else:  # a loop of one part would wake all of numba's threads
+        _multiply_part(numbers, steps, weight, scales, output, 0, len(weight))
 
 
 @njit(

@@ -1,6 +1,8 @@
 """Layers with weights of few bits compute what their weights say, on a CPU, cut and stacked."""
 
 import copy
+import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from base.errors import ConfigError
 from engine.float_product import RoundedLinear, rounded_rows
 from engine.integer_product import IntegerLinear
-from engine.kernels.cpu_product import FLUSHED, LARGEST
+from engine.kernels.cpu_product import FLUSHED, LARGEST, MOST_THREADS
 from engine.quantized_linear import QuantizedLinear, quantize_linears, use_cpu_products
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 from engine.shared_product import SharedSlice
@@ -44,6 +46,23 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it(threads: int, monk
         alone = torch.cat([layer(row[None]) for row in rows])
         for count in (2, 3, 4, 7, 8, 15, 33):
             assert torch.equal(layer(rows[:count]), alone[:count])
+
+
+@pytest.mark.skipif(MOST_THREADS < 2, reason="numba has one thread")
+def test_a_product_that_may_use_one_thread_starts_no_others(monkeypatch) -> None:
+    layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), None)
+
+    def started() -> set[str]:
+        before = set(os.listdir("/proc/self/task"))
+        layer(torch.ones(1, 256))
+        return set(os.listdir("/proc/self/task")) - before
+
+    counts = []
+    for threads in (1, 2):
+        monkeypatch.setattr("torch.get_num_threads", lambda: threads)  # noqa: B023 called before the next
+        with ThreadPoolExecutor(1) as pool:  # OpenMP starts threads for each that calls it
+            counts.append(len(pool.submit(started).result()))
+    assert counts == [0, 1]
 
 
 @pytest.mark.parametrize("num_inputs", [1, 15, 17, 100, 16 * FLUSHED + 3])
