@@ -1,9 +1,9 @@
 """Products of 8-bit weights on a CPU, in integers.
 
-A row of activations is rounded to 16 bits, and its sums with the weights are exact. So the one error is that
-of the weights, and what a row gives does not depend on the rows beside it. Activations of 8 bits would be
-sooner done, and would turn the last bit of a float that attention summed in another order into a whole level:
-the same prompt in other chunks would then say other things.
+A row of activations is rounded to 16 bits, and its sums with the weights are exact. So nearly all of the
+error is that of the weights, and what a row gives does not depend on the rows beside it. Activations of 8
+bits would be sooner done, and would turn the last bit of a float that attention summed in another order into
+a whole level: the same prompt in other chunks would then say other things.
 
 torch has no such product. Its `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu` compute in bfloat16,
 slower than float32 from a few rows on; oneDNN's takes 8 bits on both sides, on few processors, at two to

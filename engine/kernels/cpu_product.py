@@ -1,9 +1,9 @@
 """Products of rows of floats with 8-bit weights on a CPU, which numba compiles for the processor it finds.
 
-A row is rounded to 16 bits. One instruction multiplies numbers of 16 bits with weights and adds pairs of
-products; processors without products of 8 bits have it too. Sums of at most `FLUSHED` inputs are whole
-numbers and exact. They are added as floats in one order, so that a row's product does not depend on the rows
-beside it.
+A row is rounded to 16 bits. One instruction (on x86 `pmaddwd`) multiplies numbers of 16 bits with weights and
+adds pairs of products; processors without products of 8 bits have it too. Sums of at most `FLUSHED` inputs
+are whole numbers and exact. They are added as floats in one order, so that a row's product does not depend on
+the rows beside it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LANES = 16
 """Inputs that are multiplied at once. Rows and weights have a multiple of them."""
 
 FLUSHED = 4096
-"""Inputs whose sum 32 bits hold: one lane in eight adds 512 products of 16 and 8 bits."""
+"""Inputs whose sum 32 bits hold: each of eight lanes adds 512 products of 16 and 8 bits."""
 
 LARGEST = 32767.0
 CACHED_BYTES = 1 << 17
-"""Weights that are multiplied with all rows before the next."""
+"""Bytes of weights that are multiplied with all rows before the next ones."""
 
 try:
-    # Of numba's threads those that several callers may use at once; they want the system's OpenMP.
+    # The one layer of numba's threads that several threads may call at once. It needs the system's libgomp.
     from numba.np.ufunc import omppool  # type: ignore[attr-defined]
 except ImportError:
     omppool = None
@@ -122,7 +122,7 @@ def _multiply_rows(typing, count, row, column, numbers, steps, weight, scales, o
 
 @njit("void(float32[:,::1], int16[:,::1], float32[::1])", nogil=True, error_model="numpy")
 def round_to_numbers(rows, numbers, steps) -> None:
-    """Round each row to 16-bit numbers of steps of its own; what the row has not is left as it is.
+    """Round each row to 16-bit numbers of steps of its own; numbers past a row's end are not written.
 
     Args:
         rows: float32 [num_rows, in_features]
@@ -179,7 +179,7 @@ def multiply(numbers, steps, weight, scales, output, num_threads) -> None:
         weight: int8 [out_features, inputs]
         scales: float32 [out_features]
         output: float32 [num_rows, out_features], written
-        num_threads: Those that share the outputs, if numba has so many.
+        num_threads: At most so many threads share the outputs.
     """
     parts = min(num_threads, MOST_THREADS)
     if parts > 1:

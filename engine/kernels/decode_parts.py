@@ -8,8 +8,8 @@ ms a layer).
 A device has so many programs under way at once: a wave. A wave of all of them takes as long as the memory,
 but a last one of a few takes as long as a program that is nearly alone: 24 sequences of 8,300 tokens and 8
 heads in three parts each are 576 programs and take 251 us where 528 are a wave, in two parts 192 us. So
-several ways to cut are compared by their waves (`_waves_cost`), and the cheapest is taken. Of more
-than one wave the longest parts begin first, so that none of them is alone at the end.
+several ways to cut are compared by their waves (`_waves_cost`), and the cheapest is taken. Where
+waves are known and there is more than one, the longest parts begin first, so that none is alone at the end.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def decode_parts(
 
     Returns:
         [num_items + 2 * num_seqs] int32: for each part its sequence times `MAX_SPLITS` plus its index in that
-        sequence, -1 where there is none; then for each sequence its number of parts, and its first.
+        sequence, in the order in which they begin, -1 where there is none; then for each sequence its number
+        of parts, and its first.
     """
     num_seqs = context_lens.shape[0]
     num_places = num_items(num_seqs, num_kv_heads, programs)

@@ -137,6 +137,7 @@ def decode_parts_definition(
     counts = min(ways, key=lambda way: waves_cost(lens, way, num_kv_heads, programs, places))
     order = list(range(len(lens)))
     if len(lens) <= MOST_SORTED and 0 < programs.wave < sum(counts) * num_kv_heads:
+        # by minus the length of a part, rounded up
         order.sort(key=lambda seq: lens[seq] // -max(1, counts[seq]))
     items = [seq * MAX_SPLITS.value + split for seq in order for split in range(counts[seq])]
     firsts = [sum(counts[other] for other in order[: order.index(seq)]) for seq in range(len(counts))]
