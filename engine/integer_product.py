@@ -6,8 +6,8 @@ bits would be sooner done, and would turn the last bit of a float that attention
 a whole level: the same prompt in other chunks would then say other things.
 
 torch has no such product. Its `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu` compute in bfloat16,
-slower than float32 from a few rows on; oneDNN's takes 8 bits on both sides, on few processors, at two to
-three times the time. Weights of 4 bits are widened to 8. `bench/quantized_cpu.py` measures what is won.
+slower than float32 from a few rows on; oneDNN's takes 8 bits on both sides, two calls' worth of rows, on few
+processors. Weights of 4 bits are widened to 8. `bench/quantized_cpu.py` measures what is won.
 """
 
 from __future__ import annotations
