@@ -129,11 +129,13 @@ async def server_that(answer):
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         now.append(1)
-        async for piece in answer(json.loads(await reader.readexactly(length)), len(now)):
-            writer.write(piece)
-            await writer.drain()
-        now.pop()
-        writer.close()
+        try:
+            async for piece in answer(json.loads(await reader.readexactly(length)), len(now)):
+                writer.write(piece)
+                await writer.drain()
+        finally:
+            now.pop()
+            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
@@ -229,15 +231,18 @@ async def test_a_turn_is_asked_when_the_one_before_it_was_answered():
 
 
 async def test_what_is_not_answered_when_a_load_is_cut_is_forgotten():
+    is_cut = asyncio.Event()
+
     async def answer(body, now):
         if body["prompt"] == [2]:
-            await asyncio.Event().wait()
+            await is_cut.wait()
         async for piece in echo(body, now):
             yield piece
 
     load = [LoadRequest(0.0, [1], 1), LoadRequest(0.0, [2], 1), LoadRequest(3600.0, [3], 1)]
     async with server_that(answer) as server:
         run = await run_load(server, load, None, lambda _: None, cut_s=1.0)
+        is_cut.set()
     assert [outcome.prompt_tokens for outcome in run.outcomes] == [1]
 
 
