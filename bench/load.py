@@ -26,7 +26,7 @@ class LoadRun:
 
     outcomes: list[Outcome]
     delays_s: list[float]
-    """Of each request: from when it was due to when it was sent."""
+    """Seconds from when each request was due to when it was sent."""
     duration_s: float
 
 
@@ -54,19 +54,16 @@ async def run_load(
         for request in waiting:
             await run.session(request, time.monotonic())
 
-    async def all_sent() -> None:
-        if sessions is not None:
-            for _ in range(sessions):
-                run.tasks.create_task(one_after_another())
-        else:
-            for request in waiting:
-                due_s = started_at_s + request.at_s
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                run.tasks.create_task(run.session(request, due_s))
-
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(cut_s), asyncio.TaskGroup() as run.tasks:
-            await all_sent()
+            if sessions is not None:
+                for _ in range(sessions):
+                    run.tasks.create_task(one_after_another())
+            else:
+                for request in waiting:
+                    due_s = started_at_s + request.at_s
+                    await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                    run.tasks.create_task(run.session(request, due_s))
     return LoadRun(run.outcomes, run.delays_s, time.monotonic() - started_at_s)
 
 

@@ -22,17 +22,17 @@ class Outcome:
 
     sent_at_s: float
     arrived_at_s: list[float] = field(default_factory=list)
-    """Of each event that carried tokens."""
+    """When each event came that carried tokens."""
     ended_at_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     turn: int = 0
-    """Its place in its session."""
+    """Place of the request in its session, from 0."""
     answer_ids: list[int] = field(default_factory=list)
-    """Its tokens, where they were asked for and the server says them."""
+    """Tokens of the answer, where they were asked for and the server says them."""
     error: str = ""
-    """Empty: it was served."""
+    """Why the request failed; empty where it was served."""
 
     @property
     def ttft_s(self) -> float:
