@@ -17,7 +17,7 @@ into that. Where nobody decodes nothing is due, and a step takes what memory all
   names none. So does one whose bound is tighter than an empty step.
 * A step with a chunk costs `StepCost.chunk_part_s` whatever its length. A chunk whose tokens take less than
   WORTHWHILE times that is not begun, nor one up to five times as long that PATIENCE_STEPS steps would save
-  for: the bounds on mean gaps save until it is longer (`BudgetedStep.num_passed`).
+  for: the bounds on mean gaps save until it is longer.
 * Prompts that were passed over for STARVED_STEPS steps get such a chunk whatever is due: bounds that never
   leave any hold a prompt up, but not for ever, and lose 1/STARVED_STEPS of a chunk's seconds in the mean.
 
@@ -104,7 +104,7 @@ class BudgetedStep:
         "_load",
         "_new_tokens",
         "_starves_in",
-        "num_passed",
+        "has_passed",
         "tokens_left",
     )
 
@@ -125,8 +125,8 @@ class BudgetedStep:
             chunk_ratio: What predictions of steps with chunks are multiplied with.
         """
         self.tokens_left = tokens_left
-        self.num_passed = 0
-        """Steps, this one included, that go by before it is worth asking again; 0: nobody was passed over."""
+        self.has_passed = False
+        """Whether prompts were passed over, and nobody had anything."""
         self._cost = cost if load.batch else None
         self._load = load
         self._chunk_ratio = chunk_ratio
@@ -152,7 +152,7 @@ class BudgetedStep:
         tokens = most if self._cost is None else self._fitting(self._cost, most, prefix)
         self.tokens_left -= tokens * weight
         if tokens:
-            self.num_passed = 0
+            self.has_passed = False
             self._new_tokens += tokens
             self._attended += tokens * (tokens + 2.0 * prefix)
         self._is_full = self._is_full or tokens < most
@@ -176,10 +176,7 @@ class BudgetedStep:
         most_ever = least if longest_s == inf else self._most_within(cost, longest_s, least, prefix)
         if found and found >= most_ever:
             return found
-        self.num_passed = self._starves_in
-        if most_ever and self._load.saving_s > 0:
-            missing_s = self._seconds(cost, most_ever, prefix) * self._chunk_ratio - self._load.mean_left_s
-            self.num_passed = min(self._starves_in, max(1, ceil(missing_s / self._load.saving_s)))
+        self.has_passed = True
         return 0
 
     def _least(self, cost: StepCost, most: int, prefix: int) -> int:

@@ -36,7 +36,10 @@ from conductor.replay.trace_formats import read_trace
 RESULTS = Path("bench/results")
 BEFORE = RESULTS / "profile_h200_before.json"
 """Profile of the engine of `NAMES`, measured when they were."""
-LIVE = ("step_budgets_h200_eighth",)
+IN_TURNS = RESULTS / "profile_h200_in_turns.json"
+"""The same of engines that planned a step with prompts when the one before had ended."""
+LIVE = {"step_budgets_h200_eighth": IN_TURNS, "step_budgets_h200_ahead": None}
+"""Results of `bench.step_budgets_live`, with the profile of their engine; None: the card's."""
 NAMES = (
     "goodput",
     "goodput_1p1d",
@@ -68,12 +71,12 @@ def rows_of(name: str, result: dict[str, Any], trace: Trace | None) -> Iterator[
             }
 
 
-def live_rows_of(name: str, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each row of a result of `bench.step_budgets_live`, measured and replayed.
+def live_rows_of(name: str, result: dict[str, Any], profile: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield each row of a result of `bench.step_budgets_live`, measured and replayed; no profile: the card's.
 
     All rows of a shape are one run, as they were of one cluster: each begins when the one before it has been
     answered, and its requests name its bounds."""
-    cost = CostModel(load_profile(CARDS[result["gpus"][0]]))
+    cost = CostModel(load_profile(str(profile or CARDS[result["gpus"][0]])))
     for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
         served = [row for row in result["rows"] if row["shape"] == shape]
         requests: list[TraceRequest] = []
@@ -154,8 +157,8 @@ def _every_row(trace: Trace | None) -> Iterator[dict[str, Any]]:
         result = json.loads((RESULTS / f"{name}.json").read_text())
         if not result.get("trace") or trace is not None:
             yield from rows_of(name, result, trace if result.get("trace") else None)
-    for name in LIVE:
-        yield from live_rows_of(name, json.loads((RESULTS / f"{name}.json").read_text()))
+    for name, profile in LIVE.items():
+        yield from live_rows_of(name, json.loads((RESULTS / f"{name}.json").read_text()), profile)
 
 
 if __name__ == "__main__":

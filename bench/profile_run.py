@@ -59,9 +59,9 @@ class Grid:
     chunks: tuple[int, ...]
     """Tokens of a step with a part of a prompt, the sequences that decode in it included."""
     chunk_prefixes: tuple[int, ...]
-    chunk_batches: tuple[int, ...]
-    chunk_context: int
-    """Tokens of each sequence that decodes beside a chunk."""
+    beside: tuple[tuple[int, int], ...]
+    """(sequences that decode beside a chunk, tokens of each), neither a multiple of the other: what both take
+    has to be kept apart."""
     chunk_steps: int
 
 
@@ -76,8 +76,7 @@ GRIDS = {
         busy_s=0.0,
         chunks=(64, 256),
         chunk_prefixes=(0, 512),
-        chunk_batches=(0, 1, 8),
-        chunk_context=256,
+        beside=((0, 256), (1, 256), (8, 256), (8, 32)),
         chunk_steps=3,
     ),
     "cuda": Grid(
@@ -90,8 +89,7 @@ GRIDS = {
         busy_s=1.0,
         chunks=(256, 512, 768),
         chunk_prefixes=(0, 8192, 24_576),
-        chunk_batches=(0, 1, 8, 32),
-        chunk_context=4096,
+        beside=((0, 512), (1, 512), (8, 4096), (32, 4096), (32, 512), (128, 512)),
         chunk_steps=8,
     ),
 }
@@ -171,9 +169,10 @@ async def _measure_decode(driver: Driver, engine: Engine, grid: Grid) -> list[Me
 
 
 async def _measure_steps(driver: Driver, engine: Engine, grid: Grid) -> list[MeasuredStep]:
-    context, steps, num_blocks = grid.chunk_context, grid.chunk_steps, engine.layout.num_blocks
+    steps, num_blocks = grid.chunk_steps, engine.layout.num_blocks
     points = []
-    for prefix, chunk, batch in itertools.product(grid.chunk_prefixes, grid.chunks, grid.chunk_batches):
+    for prefix, chunk, beside in itertools.product(grid.chunk_prefixes, grid.chunks, grid.beside):
+        batch, context = beside
         longest = max(prefix + chunk * steps, context + steps)
         blocks = num_blocks(prefix + chunk * steps) + batch * num_blocks(context + steps)
         fits = blocks <= engine.cache.num_blocks and batch < engine.scheduler.max_batch
@@ -186,7 +185,8 @@ async def _measure_steps(driver: Driver, engine: Engine, grid: Grid) -> list[Mea
             points.append(
                 MeasuredStep(tokens, prefix + tokens * steps / 2, batch, context + steps / 2, seconds)
             )
-            print(f"chunk {chunk:6,} after {prefix:7,} + {batch:3}: {1e3 * seconds:9.2f} ms", flush=True)
+            what = f"chunk {chunk:6,} after {prefix:7,} beside {batch:3} x {context:5,}"
+            print(f"{what}: {1e3 * seconds:9.2f} ms", flush=True)
     return points
 
 

@@ -95,7 +95,7 @@ def _joins(entry: StepEntry) -> bool:
     sequence = entry.sequence
     came_at_s, started_at_s = sequence.first_token_at_s, sequence.started_at_s
     is_first = not sequence.num_gaps and entry.start == sequence.num_tokens - 1
-    return is_first and came_at_s is not None and started_at_s is not None and came_at_s <= started_at_s
+    return is_first and came_at_s is not None and (started_at_s is None or came_at_s <= started_at_s)
 
 
 class _DeviceThread(Executor):

@@ -5,30 +5,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import inf
+from typing import NamedTuple
 
 from base.step_budget import KEPT_LONGEST, KEPT_MEAN, DecodeLoad, is_lost, target_gap_s
 from base.step_cost import StepCorrection, StepCost
 from engine.sequence import Sequence
-from engine.step import StepPlan
+from engine.step import StepEntry, StepPlan
+
+
+class Decoding(NamedTuple):
+    """A sequence that decodes in a step, as it is when that begins."""
+
+    sequence: Sequence
+    context_tokens: int
+    first_token_at_s: float | None
+    """None: it has none, and nobody waits for its next by any bound."""
+    last_token_at_s: float
+    num_gaps: int
+    """Tokens that it has had since the first."""
+    gaps_left: int
+
+
+def decodes_now(sequence: Sequence) -> Decoding:
+    """Return what decodes in a step that begins now."""
+    return Decoding(
+        sequence,
+        sequence.num_tokens - 1,
+        sequence.first_token_at_s,
+        sequence.last_token_at_s,
+        sequence.num_gaps,
+        sequence.stop.max_tokens - sequence.num_generated_tokens,
+    )
+
+
+def decodes_after(entry: StepEntry, now_s: float) -> Decoding:
+    """Return what decodes in a step that begins at `now_s`, when the one that samples the token before has
+    ended."""
+    sequence = entry.sequence
+    first_s, num_gaps = sequence.first_token_at_s, sequence.num_gaps + 1
+    if first_s is None:
+        first_s, num_gaps = now_s, 0
+    gaps_left = sequence.stop.max_tokens - (entry.start + 1 - sequence.num_prompt_tokens)
+    return Decoding(sequence, entry.start, first_s, now_s, num_gaps, gaps_left)
 
 
 def decode_load(
-    sequences: Iterable[Sequence], cost: StepCost, correction: StepCorrection, now_s: float
+    decoding: Collection[Decoding], cost: StepCost, correction: StepCorrection, now_s: float
 ) -> DecodeLoad:
-    """Return what a step that begins now decodes of these sequences; notes whose bound turns out to be
-    lost."""
-    rows = [sequence for sequence in sequences if sequence.num_plannable_tokens == 1]
-    if not rows:
+    """Return what a step that begins at `now_s` decodes; notes whose bound turns out to be lost."""
+    if not decoding:
         return DecodeLoad()
-    context_tokens = sum(row.num_tokens - 1 for row in rows)
-    empty_s = cost.decode_step_s(len(rows), context_tokens) * correction.ratio(False)
-    decoding = [row for row in rows if row.first_token_at_s is not None]
-    mean_left_s, first = _first_due(decoding, empty_s, now_s)
-    longest_left_s = min((_longest_left_s(row, empty_s, now_s) for row in decoding), default=inf)
-    saving_s = 0.0 if first is None else KEPT_MEAN * first.gap_bounds.mean_s - empty_s
-    return DecodeLoad(len(rows), context_tokens, mean_left_s, longest_left_s, saving_s)
+    context_tokens = sum(row.context_tokens for row in decoding)
+    empty_s = cost.decode_step_s(len(decoding), context_tokens) * correction.ratio(False)
+    begun = [row for row in decoding if row.first_token_at_s is not None]
+    mean_left_s, first = _first_due(begun, empty_s, now_s)
+    longest_left_s = min((_longest_left_s(row, empty_s, now_s) for row in begun), default=inf)
+    saving_s = 0.0 if first is None else KEPT_MEAN * first.sequence.gap_bounds.mean_s - empty_s
+    return DecodeLoad(len(decoding), context_tokens, mean_left_s, longest_left_s, saving_s)
 
 
 def predicted_step_s(plan: StepPlan, cost: StepCost) -> float:
@@ -42,30 +77,29 @@ def predicted_step_s(plan: StepPlan, cost: StepCost) -> float:
     return cost.with_chunks_s(num_tokens, attended, len(singles), context_tokens)
 
 
-def _first_due(decoding: Iterable[Sequence], empty_s: float, now_s: float) -> tuple[float, Sequence | None]:
+def _first_due(begun: Iterable[Decoding], empty_s: float, now_s: float) -> tuple[float, Decoding | None]:
     """Return the seconds until the first token is due by a bound on the mean gap, and whose it is."""
-    bound = [row for row in decoding if row.gap_bounds.mean_s != inf and not row.is_mean_lost]
+    bound = [row for row in begun if row.sequence.gap_bounds.mean_s != inf and not row.sequence.is_mean_lost]
     while bound:
         first = min(bound, key=_due_s)
         left_s = _due_s(first) - now_s
-        gaps_left = max(1, first.stop.max_tokens - first.num_generated_tokens)
-        if not is_lost(left_s, gaps_left, first.gap_bounds.mean_s, empty_s):
+        if not is_lost(left_s, max(1, first.gaps_left), first.sequence.gap_bounds.mean_s, empty_s):
             return left_s, first
-        first.is_mean_lost = True
+        first.sequence.is_mean_lost = True
         bound.remove(first)
     return inf, None
 
 
-def _due_s(sequence: Sequence) -> float:
-    assert sequence.first_token_at_s is not None
-    return sequence.first_token_at_s + KEPT_MEAN * sequence.gap_bounds.mean_s * (sequence.num_gaps + 1)
+def _due_s(row: Decoding) -> float:
+    assert row.first_token_at_s is not None
+    return row.first_token_at_s + KEPT_MEAN * row.sequence.gap_bounds.mean_s * (row.num_gaps + 1)
 
 
-def _longest_left_s(sequence: Sequence, empty_s: float, now_s: float) -> float:
-    bounds, since_s = sequence.gap_bounds, now_s - sequence.last_token_at_s
+def _longest_left_s(row: Decoding, empty_s: float, now_s: float) -> float:
+    bounds = row.sequence.gap_bounds
     longest_s = inf
     if bounds.longest_s != inf:
-        longest_s = KEPT_LONGEST * bounds.longest_s - since_s
-    elif bounds.mean_s == inf or sequence.is_mean_lost:
+        longest_s = KEPT_LONGEST * bounds.longest_s - (now_s - row.last_token_at_s)
+    elif bounds.mean_s == inf or row.sequence.is_mean_lost:
         longest_s = target_gap_s(empty_s)
     return longest_s

@@ -7,7 +7,8 @@ awaited call.
     schedule (event loop) -> execute (device thread) -> commit, notify listeners (event loop)
 
 A runner that can launch a step without waiting for it never lets the device wait for the event loop between
-decode steps: the next step is planned and launched before the tokens of this one are known.
+two steps: the next one is planned and launched when this one begins, prompts in it too, before the tokens of
+this one are known. Who comes meanwhile is in the one after.
 
     launch n | launch n+1 | resolve n, commit n | launch n+2 | resolve n+1, commit n+1 | ...
 
@@ -63,6 +64,12 @@ class _Flight:
     launched_at_s: float
     landing: asyncio.Future[StepResult] | None = None
     """The result, once it is waited for."""
+
+    def begins(self, now_s: float) -> None:
+        """Note that the device begins with it."""
+        for sequence in self.sequences:
+            if sequence.started_at_s is None:
+                sequence.started_at_s = now_s
 
 
 def one_thread(name: str) -> Executor:
@@ -187,17 +194,19 @@ class EngineLoop:
         if not self._flights or self._runner.is_pipelined:
             return self.scheduler.schedule(self._clock.now_s())
         # Once the device thread waits for a step, it launches nothing before that has ended.
-        is_waited_for = self._flights[0].landing is not None
-        return None if is_waited_for else self.scheduler.schedule_ahead(self._flights[-1].plan)
+        last = self._flights[-1]
+        if last.landing is not None:
+            return None
+        return self.scheduler.schedule_ahead(last.plan, max(last.launched_at_s, self._last_landed_at_s))
 
     def _launch(self, thread: Executor, plan: StepPlan) -> None:
         self._stalled_at_s = None
         now_s = self._clock.now_s()
         sequences = frozenset(entry.sequence for entry in plan.entries)
-        for sequence in sequences:
-            if sequence.started_at_s is None:
-                sequence.started_at_s = now_s
-        self._flights.append(_Flight(plan, sequences, self._begun(thread, plan), now_s))
+        flight = _Flight(plan, sequences, self._begun(thread, plan), now_s)
+        self._flights.append(flight)
+        if len(self._flights) == 1 or self._runner.is_pipelined:
+            flight.begins(now_s)
 
     def _begun(self, thread: Executor, plan: StepPlan) -> Callable[[], StepResult]:
         """Launch a step, and return what waits for its result."""
@@ -289,6 +298,8 @@ class EngineLoop:
             for sequence in flight.sequences:
                 sequence.busy_s += result.busy_s
             outputs = self.scheduler.commit(flight.plan, result, seconds, self._last_landed_at_s)
+        if self._flights and not self._runner.is_pipelined:
+            self._flights[0].begins(self._clock.now_s())
         self._release_landed()
         self.num_steps += 1
         for output in outputs:

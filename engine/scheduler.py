@@ -17,8 +17,9 @@ Rules:
 * The first of those that wait for blocks has a promise of the pool's: what comes free is not set aside for
   other nodes before it has started.
 * A sequence that could not finish in an empty pool is refused when it is added.
-* A step may be planned while others are under way: what they compute is not planned again, a sequence whose
-  next token they sample waits for it, and what they write to is not taken.
+* A step may be planned while others are under way: what they compute is not planned again, and what they
+  write to is not taken. A sequence whose next token they sample waits for it in a pipeline, and goes one
+  token further where the device finds that token.
 
 Pure: no I/O, no clock; moments are handed in. Belongs to the event loop.
 """
@@ -26,7 +27,7 @@ Pure: no I/O, no clock; moments are handed in. Belongs to the event loop.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
@@ -34,9 +35,9 @@ from base.step_budget import BudgetedStep
 from base.step_cost import OBSERVED_STEPS, StepCorrection, StepCost
 from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
-from engine.decode_slack import decode_load, predicted_step_s
+from engine.decode_slack import Decoding, decode_load, decodes_after, decodes_now, predicted_step_s
 from engine.sequence import Sequence, require_tokens
-from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult, may_lose_prefix
+from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult, may_lose_prefix, shares_chunk
 from engine.swap_space import Swap, SwapSpace
 
 SCORED_TOKENS = 512
@@ -75,10 +76,6 @@ class Scheduler:
         self.correction = StepCorrection()
         self._num_starved = 0
         """Steps in turn in which prompts waited and none was given anything."""
-        self._num_put_off = 0
-        """Steps to come in which there is nothing for them either, if nobody comes or goes."""
-        self._is_left_out = False
-        """Whether a prompt waits that is in no step under way."""
         self._num_committed = 0
         self.num_preemptions = 0
         self.num_swaps = 0
@@ -124,7 +121,6 @@ class Scheduler:
         require_tokens("logit_bias", biased, self.vocab_size)
         require_tokens("stop_token_ids", sequence.stop.stop_token_ids, self.vocab_size)
         sequence.extend_hashes(self.block_size)
-        self._num_put_off = 0
         insort(self._waiting, sequence, key=lambda item: item.rank)
 
     def release(self, sequence: Sequence) -> None:
@@ -134,14 +130,12 @@ class Scheduler:
                 queue.remove(sequence)
         if not self._waiting:
             self._pool.num_promised = 0
-        self._num_put_off = 0
         self._give_back(sequence, sequence.evict_first)
         self._swap_space.drop(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence that keeps its blocks until `release`."""
         sequence.finish_reason = reason
-        self._num_put_off = 0
         self._running.remove(sequence)
 
     def give_up(self) -> Sequence | None:
@@ -160,57 +154,44 @@ class Scheduler:
         entries = self._entries(step)
         if not entries:
             # Nobody decodes after all: who was to has no blocks.
-            step = BudgetedStep(self._most_prompt_tokens())
+            step = BudgetedStep(step.tokens_left)
             entries = self._entries(step)
         for sequence in () if entries else self._admit_first():
             entries.append(self._entry(sequence, self._share(sequence, step)))
-        self._note_passed(step, entries)
+        self._note_passed(step)
         swaps = self._swap_space.take_planned()
         return _plan(entries, swaps) if entries or swaps else None
 
-    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+    def schedule_ahead(self, plan: StepPlan, began_s: float = 0.0) -> StepPlan | None:
         """Return the step after `plan`, whose result is not known yet; None if the result is needed first.
 
-        Every sequence of `plan` that its length does not end goes one token further, and those join that came
-        with their KV. The result is needed first if a prompt could start, if a sequence needs its tokens
-        known, and if there is no block. A sequence that turns out to have ended is computed for nothing.
+        Every sequence of `plan` that samples and that its length does not end goes one token further; beside
+        them prompts begin and go on as in any step. The result is needed first if a sequence needs its tokens
+        known, if a prefix may still be lost, with which all would fail, and if there is no block. A sequence
+        that turns out to have ended is computed for nothing. `began_s`: when `plan` began.
         """
-        joining = self._joining()
-        if joining is None and not self._num_put_off:
+        others = [item for item in (*self._running, *self._waiting) if item.num_plannable_tokens]
+        if others and (may_lose_prefix(plan) or any(item.arrivals is not None for item in others)):
             return None
         entries = []
         for entry in plan.entries:
             sequence, num_tokens = entry.sequence, entry.context_len + 1
-            if not entry.samples or sequence.needs_history:
-                return None
-            if sequence.finish_reason is not None or self._ends_at(sequence, num_tokens):
-                if joining is None:
-                    return None
+            if not entry.samples or sequence.finish_reason or self._ends_at(sequence, num_tokens):
                 continue
+            if sequence.needs_history:
+                return None
             if num_tokens > len(sequence.block_table) * self.block_size:
                 if not self._pool.num_available:
                     return None
                 sequence.block_table += self._pool.allocate(1)
             blocks = tuple(sequence.block_table)
             entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
-        if joining is None and entries:
-            self._num_put_off -= 1
-            self._num_starved += 1
-        missing = sum(map(self._num_missing_blocks, joining or ()))
-        if missing > self._pool.num_available or (joining and may_lose_prefix(plan)):
-            return None
-        for sequence in joining or ():
-            self._num_starved = self._pool.num_promised = 0
-            self._start(sequence)
-            entries.append(self._entry(sequence, 1))
-        return _plan(entries, ()) if entries else None
-
-    def _joining(self) -> list[Sequence] | None:
-        """Return those that wait and start with one token; None: prompts could start, too."""
-        if self._is_left_out:
-            return None
-        first = self._waiting[: self.max_batch - len(self._running)]
-        return first if all(sequence.wants_one_token for sequence in first) else None
+        self._num_starved = self._num_starved if others else 0
+        if others:
+            step = self._step_after(plan, entries, began_s)
+            entries += self._entries(step, plan.entries[plan.num_single :])
+            self._note_passed(step)
+        return _plan(entries, self._swap_space.take_planned()) if entries else None
 
     def commit(
         self, plan: StepPlan, result: StepResult, seconds: float = 0.0, now_s: float = 0.0
@@ -308,26 +289,35 @@ class Scheduler:
 
     def _budgeted_step(self, now_s: float) -> BudgetedStep:
         """Return the next step as it is before any prompt has taken of it."""
+        return self._step_beside([], now_s)
+
+    def _step_after(self, plan: StepPlan, entries: list[StepEntry], began_s: float) -> BudgetedStep:
+        """Return the step after `plan` before any prompt has taken of it; `entries` are those that go on."""
+        begins_s = began_s
+        if self.step_cost is not None:
+            has_chunks = plan.num_single < len(plan.entries)
+            begins_s += predicted_step_s(plan, self.step_cost) * self.correction.ratio(has_chunks)
+        return self._step_beside([decodes_after(entry, begins_s) for entry in entries], begins_s)
+
+    def _step_beside(self, going_on: list[Decoding], now_s: float) -> BudgetedStep:
+        """Return the step that begins at `now_s` beside those that go on in it and others that decode."""
         everybody = (*self._running, *self._waiting)
-        cost, most = self.step_cost, self._most_prompt_tokens()
+        decoding = going_on + [decodes_now(item) for item in everybody if item.num_plannable_tokens == 1]
+        cost, most = self.step_cost, self._most_prompt_tokens(len(decoding))
         if cost is None or not any(sequence.num_plannable_tokens > 1 for sequence in everybody):
             return BudgetedStep(most)
-        load = decode_load(everybody, cost, self.correction, now_s)
+        load = decode_load(decoding, cost, self.correction, now_s)
         return BudgetedStep(most, cost, load, self._num_starved, self.correction.ratio(True))
 
-    def _most_prompt_tokens(self) -> int:
-        """Return how many tokens of prompts the next step has memory for.
+    def _most_prompt_tokens(self, num_single: int) -> int:
+        """Return how many tokens of prompts a step has memory for beside so many sequences that decode.
 
-        Together with the sequences one token behind: `chunk_tokens`, because a GPU pads to few lengths."""
-        num_single = sum(item.num_plannable_tokens == 1 for item in (*self._running, *self._waiting))
+        Together with those: `chunk_tokens`, because a GPU pads to few lengths."""
         return self.chunk_tokens - min(num_single, self.chunk_tokens // 2)
 
-    def _note_passed(self, step: BudgetedStep, entries: list[StepEntry]) -> None:
-        """Note whether prompts wait that the step does not have, and for how many steps to come."""
-        planned = {entry.sequence for entry in entries}
-        self._is_left_out = any(sequence not in planned for sequence in self._running)
-        self._num_starved = self._num_starved + 1 if step.num_passed else 0
-        self._num_put_off = max(0, step.num_passed - 1)
+    def _note_passed(self, step: BudgetedStep) -> None:
+        """Note whether prompts wait that the step has nothing for."""
+        self._num_starved = self._num_starved + 1 if step.has_passed else 0
 
     def _measured(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took."""
@@ -379,8 +369,8 @@ class Scheduler:
         self._fill_block_table(sequence)
         return True
 
-    def _entries(self, step: BudgetedStep) -> list[StepEntry]:
-        """Plan the sequences that run, and those that can start beside them."""
+    def _entries(self, step: BudgetedStep, under_way: Iterable[StepEntry] = ()) -> list[StepEntry]:
+        """Plan the sequences that run, and those that can start beside them and the chunks under way."""
         entries: list[StepEntry] = []
         index = 0
         # Growing may preempt sequences at the end of the list, never one already planned.
@@ -389,7 +379,7 @@ class Scheduler:
             index += 1
             if sequence.num_plannable_tokens and self._grow(sequence):
                 self._plan_entry(sequence, step, entries)
-        for sequence in self._admit(step):
+        for sequence in self._admit(step, under_way):
             self._plan_entry(sequence, step, entries)
         return entries
 
@@ -398,21 +388,26 @@ class Scheduler:
         if num_tokens:
             entries.append(self._entry(sequence, num_tokens))
 
-    def _admit(self, step: BudgetedStep) -> Iterator[Sequence]:
+    def _admit(self, step: BudgetedStep, under_way: Iterable[StepEntry]) -> Iterator[Sequence]:
         """Move the waiting sequences that can start in this step to the running ones.
 
         Each is planned before the next one is asked for."""
-        short_of_blocks = False
+        short_of_blocks = is_held_up = False
         self._pool.num_promised = 0
         for sequence in list(self._waiting):
             if len(self._running) >= self.max_batch:
                 break
-            # Nobody overtakes a sequence that waits for blocks, but those that brought theirs
-            # along: they hold them anyway, and finishing is how blocks come free.
+            # Nobody overtakes a sequence that waits for blocks or for what a chunk computes, but those that
+            # brought theirs along: they hold them anyway, and finishing is how blocks come free.
             held = bool(sequence.block_table)
-            if (step.is_full and sequence.num_remaining_tokens > 1) or (short_of_blocks and not held):
+            may_not_overtake = (short_of_blocks or is_held_up) and not held
+            if (step.is_full and sequence.num_remaining_tokens > 1) or may_not_overtake:
                 continue
             if not held:
+                # once a chunk under way has ended, what both share is found
+                is_held_up = any(shares_chunk(entry, sequence, self.block_size) for entry in under_way)
+                if is_held_up:
+                    continue
                 self._match_prefix(sequence)
             if self._num_missing_blocks(sequence) > self._pool.num_available:
                 if not held:

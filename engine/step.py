@@ -87,6 +87,13 @@ def may_lose_prefix(plan: StepPlan) -> bool:
     return any(entry.sequence.arrivals is not None for entry in plan.entries[plan.num_single :])
 
 
+def shares_chunk(entry: StepEntry, sequence: Sequence, block_size: int) -> bool:
+    """Return whether a prompt has blocks of those that a chunk computes, and could match them afterwards."""
+    first, last = entry.start // block_size, entry.context_len // block_size
+    computed, wanted = entry.sequence.block_hashes, sequence.block_hashes
+    return first < min(last, len(computed), len(wanted)) and computed[first] == wanted[first]
+
+
 def arrivals_of(plan: StepPlan) -> list[PrefixArrivals]:
     """Return the loads that a step has to wait for."""
     return [entry.sequence.arrivals for entry in plan.entries if entry.sequence.arrivals is not None]

@@ -101,7 +101,7 @@ class Profile:
     launches_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are known."""
     chunk_step_s: float = 0.0
-    """Seconds of a step with a chunk, beside the chunk's prefill: nothing is launched ahead of it."""
+    """Seconds of a step with a chunk, however short that is, beside its tokens and attention."""
     mixed_step_s: float = 0.0
     """Seconds that a step with a chunk takes longer if sequences decode in it."""
     chunk_sequence_s: float = 0.0

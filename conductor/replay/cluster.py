@@ -39,7 +39,7 @@ from conductor.replay.load_reports import LoadReports
 from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.pipeline import CHUNK_TOKENS, run_through
 from conductor.replay.sim_conductor import Placer, SimConductor
-from conductor.replay.sim_engine import SimEngine
+from conductor.replay.sim_engine import Chunk, SimEngine
 from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
@@ -162,6 +162,7 @@ class SimCluster:
             self.options.step_budgets,
             self.options.max_batch,
         )
+        engine.on_look = self._look
         return SimNode(spec, cost, cache, engine)
 
     def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
@@ -310,10 +311,19 @@ class SimCluster:
         self.outcomes.replicas_created += self._store(node, blocks)
         node.engine.add(request, now_s)
 
+    def _look(self, request: SimRequest, chunks: list[Chunk]) -> None:
+        """Note what a prompt's node has of it, and whether one of these chunks computes more of it."""
+        node, size = self._nodes[request.placement.prefill_node], self._block_size
+        request.found_blocks = found = node.cache.match(request.chain)
+        request.prefix_tokens = min(found * size, request.num_tokens - 1)
+        request.is_held_up = any(_shares(request.chain, *chunk, size) for chunk in chunks)
+
     def _start_prefill(self, request: SimRequest, now_s: float) -> float:
         """Match a prompt's prefix; return the seconds of its prefill that are in no chunk's step."""
         node = self._nodes[request.placement.prefill_node]
         matched = node.cache.match(request.chain)
+        if request.found_blocks is not None:
+            matched = min(matched, request.found_blocks)
         matched_tokens, last = matched * self._block_size, request.num_tokens - 1
         request.prefix_tokens = prefix = matched_tokens if matched_tokens < last else last
         new_tokens = request.num_tokens - prefix
@@ -476,3 +486,10 @@ class SimCluster:
             for news in self._news:
                 news.stored(node.node_id, event, self.now_s)
         return len(stored)
+
+
+def _shares(chain: ChainOf[Key], computing: SimRequest, tokens: int, block_size: int) -> bool:
+    """Return whether a prompt has blocks of those that so many tokens of another one fill."""
+    first = computing.computed_tokens // block_size
+    last = min((computing.computed_tokens + tokens) // block_size, len(computing.chain), len(chain))
+    return first < last and computing.chain[first] == chain[first]

@@ -16,8 +16,8 @@ step), the first of the batch ends (the top of a heap), a prompt is done, or KV 
 token gaps are the segments between its join and its end, so the mean of its longest tenth comes out of a
 handful of triples.
 
-What comes while a step is under way is in the next; but where every sequence of a step samples and no prompt
-waits, an engine that launches ahead has the next step launched too, and what comes is in the one after.
+What comes while a step is under way is in the next. An engine that launches ahead has planned that one, too,
+when the first began, if there was anything to plan: what comes is in the one after.
 
 KV that does not fit: a sequence waits to join until it does; where growth overruns the capacity the newest
 sequence is preempted, keeps its KV in host memory, and waits first in line.
@@ -33,12 +33,16 @@ from math import inf
 from base.step_budget import BudgetedStep, DecodeLoad
 from base.step_cost import OBSERVED_STEPS, StepCorrection
 from conductor.placing.cost_model import CostModel
+from conductor.replay.known_arrivals import KnownArrivals
 from conductor.replay.segments import Segments, steps_begun
 from conductor.replay.sim_request import SimRequest, work_of
 from conductor.replay.sim_slack import BatchSlack
 
 Schedule = Callable[..., None]
 """(moment, what to call, its arguments...)."""
+
+Chunk = tuple[SimRequest, int]
+"""A prompt, and how many of its tokens a step computes."""
 
 OnProgress = Callable[[SimRequest, float], None]
 """(request, moment)."""
@@ -70,6 +74,8 @@ class SimEngine:
                 goes on here.
             on_finished: Called with a sequence that had its last token.
         """
+        self.on_look: Callable[[SimRequest, list[Chunk]], None] | None = None
+        """Called, when a step is planned ahead, with a prompt that may begin in it and the chunks before."""
         self.capacity_tokens = cost.profile.device_kv_tokens
         self.num_preemptions = 0
         self.busy_s = 0.0
@@ -81,8 +87,7 @@ class SimEngine:
         self._max_batch = max_batch
         self._budget_cost = cost.step if has_budgets and chunk_tokens else None
         self._slack, self._correction = BatchSlack(), StepCorrection()
-        # steps in turn in which prompts waited and had nothing, and those of the present segment
-        self._num_starved = self._num_put_off = 0
+        self._num_starved = 0  # steps in turn in which prompts waited and had nothing
         self._schedule, self._on_start = schedule, on_start
         self._on_computed, self._on_finished = on_computed, on_finished
         self._queue: deque[SimRequest] = deque()
@@ -97,15 +102,13 @@ class SimEngine:
         self._joined_s = self._beside_s = 0.0
         self._segments = Segments()
         # the present segment
-        self._chunks: list[tuple[SimRequest, int]] = []
+        self._chunks: list[Chunk] = []
         self._budget = 0  # prompt tokens that its first step has place for
         self._steps = self._version = 0
         self._started_at_s = self._first_s = self._growth_s = 0.0
-        self._ends_prompts = False  # the prompts of all its chunks are done with it
-        self._is_cut = False  # because somebody came; where it has no steps, a plan is due
-        self._launched_steps, self._has_ended = 0, False  # steps after it; whether somebody ended before it
-        self._num_ahead = 0  # who joins the step after it, where others come too late for that
+        self._num_ended = 0  # steps of segments before it
         self._is_between_steps = False
+        self._known = KnownArrivals()
 
     @property
     def batch(self) -> int:
@@ -145,7 +148,7 @@ class SimEngine:
         while at and queue[at - 1].order > request.order:
             at -= 1
         queue.insert(at, request)
-        self._came(now_s, is_prompt=True)
+        self._came(request, now_s, is_prompt=True)
 
     def join(self, request: SimRequest, now_s: float) -> None:
         """Let a sequence decode from the next step that is planned, or once its KV fits.
@@ -154,15 +157,20 @@ class SimEngine:
         """
         request.context_tokens = request.num_tokens
         request.steps_left = request.tokens_left - 1
-        # whose prompt this very engine has just computed is in the next step, if that is launched too
-        if not (self._is_between_steps and self._enter(request)):
-            self.joining.append(request)
-            self._came(now_s, is_prompt=False)
+        # whose prompt this very engine has just computed is in the next step
+        if self._is_between_steps:
+            self._known.came(request, 0)
+            if self._enter(request, is_new=True):
+                return
+        self.joining.append(request)
+        self._came(request, now_s, is_prompt=False)
 
     def drop(self, request: SimRequest, now_s: float) -> None:
         """Forget a prompt; the step that computes it ends as it would have. Unknown: no effect."""
         if request in self._queue:
             self._queue.remove(request)
+        if self._known.until_step == inf:
+            request.found_blocks = None
         elif request in self._prompts:
             self._prompts.remove(request)
             self._prompt_tokens -= request.num_tokens
@@ -174,7 +182,7 @@ class SimEngine:
         """Forget everything: the node died. Return the sequences that decoded; their whole steps count."""
         if self._steps and (whole := self._num_begun(now_s) - 1):
             self._close(whole)
-            self._started_at_s += whole * (self._first_s + self._growth_s * (whole - 1) / 2)
+            self._started_at_s = self._ends_at_s(whole)
         everyone = [entry[2] for entry in sorted(self._running, key=_joined)]
         for request in everyone:
             self._leave(request)
@@ -184,8 +192,7 @@ class SimEngine:
         self._queue.clear()
         self._prompts.clear()
         self._chunks.clear()
-        self._prompt_tokens = self._steps = self._num_ahead = 0
-        self._is_cut = False
+        self._prompt_tokens = self._steps = 0
         self._version += 1
         return everyone
 
@@ -193,97 +200,77 @@ class SimEngine:
         """Return the number of steps of the present segment that had begun."""
         return steps_begun(now_s - self._started_at_s, self._first_s, self._growth_s)
 
-    def _came(self, now_s: float, is_prompt: bool) -> None:
-        """Let what just came be in the first step that is not launched yet."""
+    def _came(self, request: SimRequest, now_s: float, is_prompt: bool) -> None:
+        """Let what just came be in the first step that is not planned yet."""
         if self._is_between_steps:
             return
-        if self._is_cut:
-            self._note_late(now_s, is_prompt)
-            return
+        self._known.came(request, 0)
         if not self._steps:  # what comes at the same moment is in the same step
-            self._is_cut = True
             self._schedule(now_s, self._begin_again, self._version, now_s)
             return
-        steps = self._num_begun(now_s)
-        is_first = self._launches_ahead and len(self._queue) + len(self.joining) == 1
-        if self._num_put_off:
-            ends_in = self._running[0][0] - self._step if self._running else self._steps
-            steps = min(steps + self._launches_ahead, self._num_put_off, ends_in)
-        elif not self._chunks:
-            steps += is_first
-        elif self._ends_prompts and is_first and steps == self._steps:
-            steps += 1
-        elif is_prompt:
+        begun = self._num_begun(now_s)
+        self._known.came(request, self._num_ended + begun)
+        if self._chunks and is_prompt:
             return  # whole chunks of the first are what they are, whoever waits
-        self._is_cut = True
-        self._launched_steps = max(0, steps - self._steps)
-        if steps < self._steps:
+        if (steps := begun + self._launches_ahead) < self._steps:
             self._begin(steps)
-
-    def _note_late(self, now_s: float, is_prompt: bool) -> None:
-        """Note who joins a step that was launched before a prompt or a sequence came."""
-        first = len(self.joining) - (not is_prompt)
-        is_ahead = self._launches_ahead and not (self._chunks or self._launched_steps or self._num_put_off)
-        has_prompts = self._prompts or len(self._queue) > is_prompt
-        if first and is_ahead and self._steps and not (has_prompts or self._num_ahead):
-            self._num_ahead = first if self._num_begun(now_s) == self._steps else 0
+        elif begun < self._steps:
+            self._look_later()
 
     def _begin_again(self, version: int, now_s: float) -> None:
         if version == self._version:
-            self._plan(now_s)
+            self._plan(now_s, now_s)
 
     def _begin(self, steps: int) -> None:
         """Let the segment have so many steps, and schedule its end."""
         self._steps = steps
         self._version = version = self._version + 1
-        at_s = self._started_at_s + steps * (self._first_s + self._growth_s * (steps - 1) / 2)
+        at_s = self._ends_at_s(steps)
         self._schedule(at_s, self._stepped, version, at_s)
+        self._look_later()
 
-    def _plan(self, now_s: float) -> None:
-        """Begin the steps that go alike from now on."""
-        was_cut, self._is_cut = self._is_cut, False
-        was_put_off, self._num_put_off = self._num_put_off, 0
-        self._started_at_s = now_s
-        launched, self._launched_steps = self._launched_steps, 0
-        ahead, self._num_ahead = self._num_ahead, 0
-        if launched and self._batch:
-            self._is_cut = was_cut
-            self._num_put_off = launched if was_put_off else 0
+    def _ends_at_s(self, steps: int) -> float:
+        return self._started_at_s + steps * (self._first_s + self._growth_s * (steps - 1) / 2)
+
+    def _look_later(self) -> None:
+        """Look at prompts when the last step begins: the one after is planned then."""
+        if not (self._launches_ahead and self._queue and self.on_look is not None):
+            return
+        if self._steps > 1:
+            self._schedule(self._ends_at_s(self._steps - 1), self._look, self._version)
         else:
-            launched = 0
-            if self._batch > 1:
-                self._make_room()
-            if (self._queue or self._prompts) and not ahead:
-                self._take_chunks(now_s)
-            else:
-                self._is_cut = ahead > 0  # others came after it was launched
-                self._admit(ahead or inf)
-                self._num_starved = 0
-        batch = self._batch
+            self._look(self._version)
+
+    def _look(self, version: int) -> None:
+        """Have what nodes have of the prompts noted that may begin in the step after the present one."""
+        assert self.on_look is not None
+        tokens = 0
+        for request in self._queue if version == self._version else ():
+            self.on_look(request, self._chunks)
+            tokens += request.num_tokens - request.prefix_tokens
+            if request.is_held_up or tokens > self._chunk_tokens:
+                break
+
+    def _plan(self, now_s: float, foreseen_s: float) -> None:
+        """Begin the steps that go alike from now on, which was foreseen to be then."""
+        self._started_at_s = now_s
+        if self._batch > 1:
+            self._make_room()
+        has_passed = False
+        if self._prompts or self._known.first(self._queue) is not None:
+            has_passed = self._take_chunks(now_s, foreseen_s)
+        else:
+            self._admit()
+        self._num_starved = (self._num_starved + 1) * has_passed
         if self._chunks:
-            self._plan_chunks(launched)
-        elif batch:
+            self._plan_chunks()
+        elif batch := self._batch:
             self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
             self._beside_s = self._joined_s
-            steps = 1 if ahead else launched or self._num_alike()
-            if self._num_put_off:
-                steps = self._num_put_off = min(steps, self._num_unasked())
-            if self._joined_s and steps > 1:
-                self._launched_steps = steps - 1 if self._num_put_off else 0
-                steps = 1
-            self._begin(steps)
-        self._joined_s, self._has_ended = 0.0, False
-
-    def _num_unasked(self) -> int:
-        """Return the steps that are begun without asking again whether prompts may have some.
-
-        One that does not launch ahead asks before each; one that does asks when those that are launched have
-        ended, if somebody ended before them.
-        """
-        if not self._launches_ahead:
-            return 1
-        return min(2, self._num_put_off) if self._has_ended else self._num_put_off
+            asks_again = has_passed or self._joined_s or not self._known.are_all
+            self._begin(1 if asks_again else self._num_alike())
+        self._joined_s = 0.0
 
     def _num_alike(self) -> int:
         """Return the steps until the first of the batch ends, or its KV has no room."""
@@ -292,7 +279,7 @@ class SimEngine:
         left = self.capacity_tokens - self._context_tokens - self._prompt_tokens
         return max(1, left // batch) if steps * batch > left and batch > 1 else steps
 
-    def _plan_chunks(self, launched: int) -> None:
+    def _plan_chunks(self) -> None:
         """Begin the steps with the chunks that were taken."""
         work = work_of(self._chunks)
         beside_s = self._joined_s + work.beside_s
@@ -308,44 +295,46 @@ class SimEngine:
             step_s = self._cost.decode_step_s(batch, context_tokens)
         self._first_s = beside_s + step_s
         waits_for_nobody = not (self._batch or self.joining) or self._budget_cost is None
-        if len(self._chunks) == 1 and tokens == self._budget and not beside_s and waits_for_nobody:
+        is_alone = len(self._chunks) == 1 and not self._launches_ahead
+        if is_alone and tokens == self._budget and not beside_s and waits_for_nobody:
             steps = (first.num_tokens - first.computed_tokens) // tokens
             if self._batch:
                 steps = min(steps, self._num_alike())
             attention_s = self._cost.step.attention_s(tokens, tokens + self._batch)
             self._growth_s = 2 * attention_s * tokens**2 + self._token_s * self._batch
-        ends = (each.computed_tokens + steps * count == each.num_tokens for each, count in self._chunks)
-        self._ends_prompts = all(ends)
         self._begin(steps)
 
-    def _take_chunks(self, now_s: float) -> None:
-        """Set what the next step computes of prompts, letting in those that fit."""
+    def _take_chunks(self, now_s: float, foreseen_s: float) -> bool:
+        """Set what the next step computes of prompts, letting in those that fit.
+
+        Return whether prompts were passed over."""
         if not self._chunk_tokens:
             self._admit()
-            request = self._let_in(now_s)
+            request = self._let_in(self._known.first(self._queue) or self._queue[0], now_s)
             self._chunks.append((request, request.num_tokens - request.computed_tokens))
-            return
-        step = self._budgeted_step(now_s)
+            return False
+        step = self._budgeted_step(foreseen_s)
         self._budget = step.tokens_left
         for request in self._prompts:
             self._take_chunk(request, step)
-        queue, joining = self._queue, self.joining
-        while queue and not step.is_full and self._has_place:
-            if joining and joining[0].order < queue[0].order and self._enter(joining[0]):
+        joining = self.joining
+        while not step.is_full and self._has_place:
+            prompt, first = self._known.first(self._queue), self._known.first(joining)
+            if prompt is None or (prompt.is_held_up and self._known.until_step != inf):
+                break
+            if first is not None and first.order < prompt.order and self._enter(first):
                 joining.popleft()
                 continue
             held = self._context_tokens + self._prompt_tokens + sum(map(_context, joining))
-            if held and held + queue[0].num_tokens > self.capacity_tokens:
+            if held and held + prompt.num_tokens > self.capacity_tokens:
                 break
-            self._take_chunk(self._let_in(now_s), step)
+            self._take_chunk(self._let_in(prompt, now_s), step)
         self._admit()
-        if not (self._chunks or self._batch):  # nobody decodes after all: who was to has no place
-            step = BudgetedStep(step.tokens_left)
+        if not (self._chunks or self._batch) and self._known.until_step == inf:
+            step = BudgetedStep(step.tokens_left)  # nobody decodes after all: who was to has no place
             for request in self._prompts:
                 self._take_chunk(request, step)
-        self._num_put_off = step.num_passed
-        if not step.num_passed:
-            self._num_starved = 0
+        return step.has_passed
 
     def _take_chunk(self, request: SimRequest, step: BudgetedStep) -> None:
         left = request.num_tokens - request.computed_tokens
@@ -361,7 +350,8 @@ class SimEngine:
             if request.num_tokens - request.computed_tokens == 1:
                 batch += 1
                 context_tokens += request.computed_tokens
-        for request in self.joining:  # they have their KV, and lack a place
+        waiting = self._known.among(self.joining)
+        for request in waiting:  # they have their KV, and lack a place
             batch += 1
             context_tokens += request.context_tokens
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
@@ -369,12 +359,14 @@ class SimEngine:
             return BudgetedStep(most)
         ratio = self._correction.ratio
         empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)
-        left_s = self._slack.left_s(self._step, empty_s, now_s, self.joining)
+        left_s = self._slack.left_s(self._step, empty_s, now_s, waiting)
         load = DecodeLoad(batch, context_tokens, *left_s)
         return BudgetedStep(most, self._budget_cost, load, self._num_starved, ratio(True))
 
-    def _let_in(self, now_s: float) -> SimRequest:
-        request = self._queue.popleft()
+    def _let_in(self, request: SimRequest, now_s: float) -> SimRequest:
+        self._queue.remove(request)
+        if self._known.until_step == inf:
+            request.found_blocks = None
         request.started_at_s, request.beside_s = now_s, self._on_start(request, now_s)
         request.computed_tokens = request.prefix_tokens
         self._prompt_tokens += request.num_tokens
@@ -384,20 +376,22 @@ class SimEngine:
     def _stepped(self, version: int, now_s: float) -> None:
         if version != self._version:
             return
-        steps = self._steps
-        self._steps = 0
+        steps, self._steps = self._steps, 0
         self._is_between_steps = True
         self._slack.stepped()
-        if self._budget_cost is not None:
-            self._measured(steps)
-        if self._num_put_off:
-            self._num_starved += steps
+        has_chunks = any(tokens > 1 for _, tokens in self._chunks)
+        expected_s, beside_s = self._first_s - self._beside_s, self._beside_s
+        # what engines learn from the last of them comes after the next is planned, if that is launched ahead
+        self._measured(steps - self._launches_ahead, has_chunks, expected_s, beside_s)
+        last_s = expected_s + self._growth_s * (steps - 1)
+        foreseen_s = now_s - beside_s + last_s * (self._correction.ratio(has_chunks) - 1.0)
         if self._chunks:
             self.busy_s += now_s - self._started_at_s
         self._started_at_s = now_s
+        self._num_ended += steps
         if self._batch:
             self._close(steps)
-            self._has_ended = self._finish(now_s)
+            self._finish(now_s)
         if self._chunks:
             chunks, self._chunks = self._chunks, []
             for request, tokens in chunks:
@@ -407,15 +401,22 @@ class SimEngine:
                     self._prompt_tokens -= request.num_tokens
                 self._on_computed(request, now_s)
         self._is_between_steps = False
-        self._plan(now_s)
+        if self._launches_ahead:
+            self._known.until_step = self._num_ended - 1
+            self._plan(now_s, foreseen_s)
+            self._measured(1, has_chunks, expected_s, beside_s)
+            self._known.until_step = inf
+        if not self._steps:
+            self._plan(now_s, now_s)
 
-    def _measured(self, steps: int) -> None:
-        """Learn from the steps of the segment, as `engine/scheduler.py` does."""
+    def _measured(self, steps: int, has_chunks: bool, expected_s: float, beside_s: float) -> None:
+        """Learn from so many steps, as `engine/scheduler.py` does; `beside_s` no engine expects."""
+        if self._budget_cost is None:
+            return
         before, self._num_stepped = self._num_stepped, self._num_stepped + steps
-        has_chunks = any(tokens > 1 for _, tokens in self._chunks)
         count = steps if has_chunks else self._num_stepped // OBSERVED_STEPS - before // OBSERVED_STEPS
         for _ in range(count):
-            self._correction.observe(has_chunks, self._first_s - self._beside_s, self._first_s)
+            self._correction.observe(has_chunks, expected_s, expected_s + beside_s)
 
     def _close(self, steps: int) -> None:
         """Count the tokens that the batch has made in the present segment."""
@@ -424,8 +425,8 @@ class SimEngine:
         self._step += steps
         self._context_tokens += steps * self._batch
 
-    def _finish(self, now_s: float) -> bool:
-        """Let those go whose last token the segment made; return whether there are some."""
+    def _finish(self, now_s: float) -> None:
+        """Let those go whose last token the segment made."""
         running, step, ended = self._running, self._step, []
         while running and running[0][0] <= step:
             ended.append(heappop(running)[2])
@@ -435,21 +436,19 @@ class SimEngine:
             self._on_finished(request, now_s)
         if self._segments.is_long:
             self._segments.forget_before(min((entry[2].first_segment for entry in running), default=None))
-        return bool(ended)
 
     @property
     def _has_place(self) -> bool:
         return self._batch + len(self._prompts) < self._max_batch
 
-    def _admit(self, most: float = inf) -> None:
+    def _admit(self) -> None:
         """Let those who wait to decode join, first come first served, as far as places and KV go."""
         joining = self.joining
-        while most and joining and self._has_place and self._enter(joining[0]):
+        while (first := self._known.first(joining)) is not None and self._has_place and self._enter(first):
             joining.popleft()
-            most -= 1
 
-    def _enter(self, request: SimRequest) -> bool:
-        """Let a sequence join if its KV fits; an empty batch takes any."""
+    def _enter(self, request: SimRequest, is_new: bool = False) -> bool:
+        """Let a sequence join if its KV fits; an empty batch takes any. `is_new`: see `BatchSlack.joined`."""
         batch, context_tokens = self._batch, self._context_tokens + request.context_tokens
         if batch and context_tokens + self._prompt_tokens + batch >= self.capacity_tokens:
             return False
@@ -460,7 +459,7 @@ class SimEngine:
         request.finish_step = self._step + request.steps_left
         request.joined_at_s = self._started_at_s
         request.first_segment = self._segments.next_number
-        self._slack.joined(request, self._step)
+        self._slack.joined(request, self._step, is_new)
         heappush(self._running, (request.finish_step, request.join_number, request))
         return True
 

@@ -87,6 +87,12 @@ class SimRequest:
     finish_step: int
     join_number: int
     """Number of its last join; 0: it is in no batch."""
+    came_in_step: int
+    """Number of the engine's step that was under way when it came; 0: none was."""
+    found_blocks: int | None
+    """Leading blocks that its node had when the step was planned in which it may begin; None: has now."""
+    is_held_up: bool
+    """Whether it waits for a chunk under way then, whose blocks it will find."""
     slo: Slo
     """Bounds that it names, or else those of the run."""
     gap_bounds: GapBounds
@@ -124,7 +130,9 @@ class SimRequest:
         self.token_at_s = self.join_s = self.prefilled_at_s = 0.0
         self.gaps = []
         self.num_gaps_before = 0
-        self.join_number = 0
+        self.join_number = self.came_in_step = 0
+        self.found_blocks = None
+        self.is_held_up = False
         self.slo = UNBOUNDED
         self.gap_bounds = UNBOUNDED_GAPS
         self.is_mean_lost = False

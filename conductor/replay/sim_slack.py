@@ -31,9 +31,14 @@ class BatchSlack:
         """How many of the batch name no bound, or have lost their only one."""
         self._joined_by_s = inf
         """When the first of those that join in this step is due, by a bound on the longest gap."""
+        self._new: list[tuple[float, int, SimRequest]] = []
+        """What to put into heaps of those whose first token came with the last step."""
 
-    def joined(self, request: SimRequest, step: int) -> None:
-        """Count a sequence that is in the batch from the step after so many on."""
+    def joined(self, request: SimRequest, step: int, is_new: bool) -> None:
+        """Count a sequence that is in the batch from the step after so many on.
+
+        `is_new`: it had its first token when the last step ended, whenever that was to be.
+        """
         bounds = request.gap_bounds
         if bounds.longest_s != inf:
             self._longest[bounds.longest_s] = self._longest.get(bounds.longest_s, 0) + 1
@@ -43,7 +48,11 @@ class BatchSlack:
             return
         first_step = step - (request.tokens_left - 1 - request.steps_left)
         due_s = request.prefilled_at_s + KEPT_MEAN * bounds.mean_s * (1 - first_step)
-        heappush(self._heaps.setdefault(bounds.mean_s, []), (due_s, request.join_number, request))
+        entry = due_s, request.join_number, request
+        if is_new:
+            self._new.append(entry)
+        else:
+            heappush(self._heaps.setdefault(bounds.mean_s, []), entry)
 
     def left(self, request: SimRequest) -> None:
         """Let a sequence go; its place in a heap stays until it comes up."""
@@ -58,6 +67,9 @@ class BatchSlack:
     def stepped(self) -> None:
         """Note that those who joined have had a step."""
         self._joined_by_s = inf
+        for entry in self._new:
+            heappush(self._heaps.setdefault(entry[2].gap_bounds.mean_s, []), entry)
+        self._new.clear()
 
     def left_s(
         self, step: int, empty_s: float, now_s: float, waiting: Iterable[SimRequest]
@@ -67,7 +79,7 @@ class BatchSlack:
         `waiting`: those who decode as soon as there is place for them.
         """
         mean_left_s, saving_s = inf, 0.0
-        while (found := self._first_due(step, waiting)) is not None:
+        while (found := self._first_due(step, now_s, waiting)) is not None:
             due_s, mean_s, request = found
             steps_left = request.finish_step - step if request.join_number else request.steps_left
             if not is_lost(due_s - now_s, max(1, steps_left), mean_s, empty_s):
@@ -85,7 +97,9 @@ class BatchSlack:
             longest_left_s = min(longest_left_s, _waiting_left_s(request, empty_s, now_s))
         return mean_left_s, longest_left_s, saving_s
 
-    def _first_due(self, step: int, waiting: Iterable[SimRequest]) -> tuple[float, float, SimRequest] | None:
+    def _first_due(
+        self, step: int, now_s: float, waiting: Iterable[SimRequest]
+    ) -> tuple[float, float, SimRequest] | None:
         """Return when the first token after `step` is due, by which bound, and whose it is."""
         best: tuple[float, float, SimRequest] | None = None
         for mean_s, heap in list(self._heaps.items()):
@@ -97,6 +111,12 @@ class BatchSlack:
                 due_s = heap[0][0] + KEPT_MEAN * mean_s * step
                 if best is None or due_s < best[0]:
                     best = (due_s, mean_s, heap[0][2])
+        for _, join_number, request in self._new:
+            mean_s = request.gap_bounds.mean_s
+            due_s = now_s + KEPT_MEAN * mean_s
+            counts = join_number == request.join_number and not request.is_mean_lost
+            if counts and (best is None or due_s < best[0]):
+                best = (due_s, mean_s, request)
         for request in waiting:
             mean_s = request.gap_bounds.mean_s
             if mean_s != inf and not request.is_mean_lost:

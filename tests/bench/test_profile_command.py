@@ -31,8 +31,7 @@ GRID = Grid(
     busy_s=0.0,
     chunks=(8, 16),
     chunk_prefixes=(0, 32),
-    chunk_batches=(0, 1, 3),
-    chunk_context=24,
+    beside=((0, 24), (1, 24), (3, 24), (3, 8)),
     chunk_steps=3,
 )
 
@@ -58,14 +57,14 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
         (chunk - batch, prefix + 1.5 * (chunk - batch), batch)
         for prefix in (0, 32)
         for chunk in (8, 16)
-        for batch in (0, 1, 3)
+        for batch in (0, 1, 3, 3)
     ]
     assert all(step.measured_s > 0 for step in profile.evidence.steps)
     assert profile.chunk_step_s > 0
     assert profile.dispatch_s == 0.002
     assert (profile.quantization, profile.kv_dtype) == ("int8", "float32")
     print_profile(profile)
-    assert capsys.readouterr().out.count("%") == 6 + 6 + 12 + 4
+    assert capsys.readouterr().out.count("%") == 6 + 6 + 16 + 4
 
 
 @pytest.mark.parametrize(

@@ -185,32 +185,23 @@ def test_a_budget_that_shrinks_to_nothing_between_two_chunks_loses_nothing_of_th
     assert generated(prompt) == continuation(prompt.token_ids[: prompt.num_prompt_tokens], 4)
 
 
-def test_steps_are_launched_ahead_while_nothing_is_left_for_prompts_and_no_longer() -> None:
-    bench = TimedBench()
-    bench.decoding("first", GapBounds(0.0125), max_tokens=500)
-    prompt = bench.prompt("prompt")
-    plan = bench.plan()
-    assert plan is not None
-    num_ahead = 0
-    while (ahead := bench.scheduler.schedule_ahead(plan)) is not None:
-        bench.land(plan)
-        plan = ahead
-        num_ahead += 1
-    bench.land(plan)
-    assert num_ahead > 1
-    plan = bench.step()
-    assert plan is not None
-    assert prompt.num_computed_tokens > 0
-
-
-def test_who_comes_while_prompts_are_put_off_is_planned_at_once() -> None:
-    bench = TimedBench()
-    bench.decoding("first", GapBounds(0.0125), max_tokens=500)
-    bench.prompt("prompt")
-    plan = bench.plan()
-    assert plan is not None
-    bench.scheduler.add(make_sequence("short", [7] * 2, 4, arrived_at_s=bench.now_s))
-    assert bench.scheduler.schedule_ahead(plan) is None
+def test_prompts_get_of_steps_that_are_planned_ahead_what_they_get_of_others() -> None:
+    chunks = []
+    for is_ahead in (False, True):
+        bench = TimedBench()
+        bench.decoding("first", GapBounds(0.0125), max_tokens=500)
+        prompt = bench.prompt("prompt", 900)
+        plan = bench.plan()
+        taken: list[int] = []
+        while prompt.first_token_at_s is None:
+            assert plan is not None
+            ahead = bench.scheduler.schedule_ahead(plan, bench.now_s) if is_ahead else None
+            taken.append(sum(entry.num_tokens for entry in plan.entries if entry.sequence is prompt))
+            bench.land(plan)
+            plan = ahead or bench.plan()
+        assert taken.count(0) > 1, "they are passed over until enough is saved"
+        chunks.append(taken)
+    assert chunks[0] == chunks[1]
 
 
 @pytest.mark.parametrize("num_blocks", [120, 2000], ids="{} blocks".format)

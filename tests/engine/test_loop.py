@@ -12,19 +12,29 @@ import pytest
 from base.clock import SystemClock
 from base.errors import CapacityError
 from base.request import FinishReason, StopParams
+from base.step_budget import UNBOUNDED_GAPS, GapBounds
+from base.step_cost import StepCost
 from engine.block_pool import BlockPool
 from engine.loop import STALL_S, EngineLoop
 from engine.runner import StepRunner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepPlan, StepResult
-from engine.swap_space import Swap
+from engine.swap_space import Swap, SwapSpace
 from tests.engine.builders import make_sequence
 from tests.engine.fakes import FakeDevice, LaunchingFakeDevice, continuation
 from tests.simulation.loop import InlineExecutor, SimLoop
 
 NUM_BLOCKS = 16
 BLOCK_SIZE = 4
+STEP_COST = StepCost(1e-3, 1e-7, 0.01, 1e-4, 1e-6, chunk_step_s=0.004)
+GAP_BOUNDS = (
+    UNBOUNDED_GAPS,
+    GapBounds(1e-6),
+    GapBounds(0.01),
+    GapBounds(0.5, 0.02),
+    GapBounds(longest_s=1e-5),
+)
 
 
 class GatedDevice(StepRunner):
@@ -339,6 +349,44 @@ async def test_random_histories_give_every_listener_its_tokens(
             assert heard.tokens == expected, sequence.request_id
         assert num_failed_steps(caplog) == 0
     assert loop.pool.num_held == 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_prompts_that_begin_ahead_give_every_listener_its_tokens(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts that share prefixes, of several ranks and bounds, in few blocks; some go to host memory."""
+    rng = random.Random(seed)
+    num_blocks = rng.choice([14, 20, 100])
+    pool, swap_space = BlockPool(num_blocks), SwapSpace(8, 0.001)
+    chunk_tokens, max_batch = rng.choice([6, 16, 64]), rng.randint(1, 6)
+    scheduler = Scheduler(pool, BLOCK_SIZE, chunk_tokens, max_batch, 200, swap_space=swap_space)
+    scheduler.step_cost = rng.choice([None, STEP_COST])
+    loop = EngineLoop(LaunchingFakeDevice(num_blocks, BLOCK_SIZE), scheduler, pool, SystemClock())
+    finished = []
+    async with running(loop):
+        for number in range(16):
+            prompt = [
+                *range(rng.choice([0, 5, 9, 20])),
+                *(rng.randrange(3) for _ in range(rng.randint(1, 7))),
+            ]
+            count = rng.randint(1, 24)
+            expected = continuation(prompt, count)
+            stop = StopParams(count, stop_token_ids=(rng.choice(expected),))
+            expected = expected[: expected.index(stop.stop_token_ids[0]) + 1]
+            sequence, heard = make_sequence(f"r{number:02}", prompt, stop=stop), Collected()
+            sequence.priority, sequence.gap_bounds = rng.randrange(2), rng.choice(GAP_BOUNDS)
+            loop.add(sequence, released_at_its_end(loop, heard))
+            finished.append((sequence, heard, expected))
+            if rng.random() < 0.2:
+                loop.release(finished.pop(rng.randrange(len(finished)))[0])
+            for _ in range(rng.choice([0, 1, 3, 12])):
+                await asyncio.sleep(0)
+        for sequence, heard, expected in finished:
+            await heard.ended()
+            assert heard.tokens == expected, sequence.request_id
+        assert num_failed_steps(caplog) == 0
+    assert pool.num_held == 0
 
 
 async def computed(loop: EngineLoop, name: str, prompt: list[int], max_tokens: int) -> Sequence:

@@ -217,10 +217,13 @@ def test_nobody_joins_a_step_ahead_without_a_block_for_its_token() -> None:
     plan = decoding_step(bench)
     bench.scheduler.add(joining)
     held = bench.pool.allocate(bench.pool.num_available)
-    assert bench.scheduler.schedule_ahead(plan) is None
+    ahead = bench.scheduler.schedule_ahead(plan)
+    assert shape_of(ahead) == [("decoding", 1)]
     assert bench.scheduler.num_waiting == 1
     bench.pool.release(held)
-    assert shape_of(bench.scheduler.schedule_ahead(plan)) == [("decoding", 1), ("joining", 1)]
+    bench.scheduler.commit(plan, bench.device.execute(plan))
+    assert ahead is not None
+    assert shape_of(bench.scheduler.schedule_ahead(ahead)) == [("decoding", 1), ("joining", 1)]
 
 
 def test_a_block_that_was_promised_to_who_joins_ahead_is_promised_no_more() -> None:
@@ -255,14 +258,60 @@ def test_nobody_joins_behind_a_step_that_may_lose_the_prefix_of_a_prompt() -> No
     assert shape_of(plan) == [("joining", 1), ("loading", 1)]
 
 
-def test_a_step_is_not_planned_ahead_where_a_prompt_could_start() -> None:
+def test_prompts_begin_and_go_on_in_a_step_that_is_planned_ahead() -> None:
     bench = Bench()
-    joining = with_kv(bench, "joining")
     plan = decoding_step(bench)
-    bench.scheduler.add(joining)
-    bench.scheduler.add(make_sequence("prompt", range(200, 204), arrived_at_s=2.0))
+    prompt = make_sequence("prompt", range(200, 212), arrived_at_s=2.0)
+    bench.scheduler.add(prompt)
+    chunks = []
+    while not prompt.num_generated_tokens:
+        ahead = bench.scheduler.schedule_ahead(plan)
+        bench.scheduler.commit(plan, bench.device.execute(plan))
+        bench.check()
+        assert ahead is not None
+        chunks.append(dict(shape_of(ahead) or []))
+        plan = ahead
+    assert chunks == [
+        {"decoding": 1, "prompt": 7},
+        {"decoding": 1, "prompt": 5},
+        {"decoding": 1, "prompt": 1},
+    ]
+
+
+def test_who_ends_a_prompt_is_beside_one_that_begins_ahead() -> None:
+    bench = Bench()
+    bench.scheduler.add(make_sequence("first", range(6), max_tokens=1))
+    plan = bench.scheduler.schedule()
+    assert plan is not None
     assert bench.scheduler.schedule_ahead(plan) is None
-    assert bench.scheduler.num_waiting == 2
+    bench.scheduler.add(make_sequence("second", range(50, 56), arrived_at_s=1.0))
+    assert shape_of(bench.scheduler.schedule_ahead(plan)) == [("second", 6)]
+
+
+def test_a_prompt_waits_for_a_chunk_under_way_whose_blocks_it_can_match() -> None:
+    bench = Bench()
+    bench.scheduler.add(make_sequence("first", range(8), max_tokens=3))
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    second = make_sequence("second", [*range(8), 60], arrived_at_s=1.0)
+    bench.scheduler.add(second)
+    bench.scheduler.add(make_sequence("third", range(70, 73), arrived_at_s=2.0))
+    ahead = bench.scheduler.schedule_ahead(plan)
+    assert shape_of(ahead) == [("first", 1)], "nobody overtakes it"
+    bench.scheduler.commit(plan, bench.device.execute(plan))
+    assert ahead is not None
+    assert shape_of(bench.scheduler.schedule_ahead(ahead)) == [("first", 1), ("second", 1), ("third", 3)]
+    assert second.num_matched_tokens == 8
+
+
+def test_a_prefix_that_is_still_coming_is_in_no_step_that_is_planned_ahead() -> None:
+    bench = Bench()
+    plan = decoding_step(bench)
+    loading = make_sequence("loading", range(50, 56), arrived_at_s=1.0)
+    loading.arrivals = PrefixArrivals((1,), SystemClock(), 0)
+    bench.scheduler.add(loading)
+    assert bench.scheduler.schedule_ahead(plan) is None
+    assert bench.scheduler.num_waiting == 1
 
 
 def test_a_finished_sequence_keeps_its_blocks_until_release() -> None:

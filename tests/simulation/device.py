@@ -165,19 +165,26 @@ class LaunchingDevice(StepRunner):
 
     def __init__(self, device):
         self._device = device
+        self._last = None
 
     def launch(self, plan):
-        return _Launched(self._device, plan)
+        self._last = _Launched(self._device, plan, self._last)
+        return self._last
 
 
 class _Launched:
-    def __init__(self, device, plan):
-        self._device, self._plan = device, plan
+    def __init__(self, device, plan, before):
+        self._device, self._plan, self._before = device, plan, before
         self._num_done, self._has_failed = 0, False
         self.layer_groups = (
             LayerGroup(0, 1, lambda: self._until(1)),
             LayerGroup(1, 1, lambda: self._until(2)),
         )
+
+    def finish(self):
+        """Compute what is not computed yet: a device takes steps in their order."""
+        if not self._has_failed:
+            self._until(LAYOUT.num_layers)
 
     def resolve(self):
         self._has_failed = self._device.fails()
@@ -187,6 +194,9 @@ class _Launched:
     def _until(self, num_layers):
         if self._has_failed:
             raise RuntimeError("the device failed")
+        if self._before is not None:
+            self._before.finish()
+            self._before = None
         while self._num_done < num_layers:
             self._device.compute(self._plan, self._num_done)
             self._num_done += 1

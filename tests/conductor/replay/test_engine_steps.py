@@ -157,7 +157,11 @@ def launch(
 ) -> None:
     """Begin as many steps as may be under way."""
     while len(flights) < 1 + cost.profile.launches_ahead:
-        plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule(now_s)
+        if flights:
+            under_way, ends_s, seconds = flights[0]
+            plan = scheduler.schedule_ahead(under_way, ends_s - seconds)
+        else:
+            plan = scheduler.schedule(now_s)
         if plan is None:
             break
         seconds = seconds_of(plan, cost, handed)
