@@ -142,7 +142,11 @@ def main() -> None:
         shares = " ".join(f"{error:+.2f}" for error in row["share_errors"])
         name, shape = row["result"], row["shape"]
         print(f"{name:23} {shape:19} {row['rate']:6.2f}/s  {cells}  shares {shares}", flush=True)
-    found = {**summary(rows), "live": summary([row for row in rows if row["result"] in LIVE])}
+    found = {
+        **summary(rows),
+        "live": summary([row for row in rows if LIVE.get(row["result"])]),
+        "today": summary([row for row in rows if LIVE.get(row["result"], row) is None]),
+    }
     print(json.dumps(found, indent=1))
     if options.out:
         about = {

@@ -21,7 +21,7 @@ class Decoding(NamedTuple):
     sequence: Sequence
     context_tokens: int
     first_token_at_s: float | None
-    """None: it has none, and nobody waits for its next by any bound."""
+    """Moment of the first; None: it has none, and no bound of its own says when the next is due."""
     last_token_at_s: float
     num_gaps: int
     """Tokens that it has had since the first."""

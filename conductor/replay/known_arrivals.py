@@ -1,4 +1,4 @@
-"""Who waits at a simulated engine, as far as it was known when the next step was planned.
+"""Requests that wait at a simulated engine, as far as they were known when the next step was planned.
 
 An engine that launches ahead plans a step when the one before begins. Who came since then is in the one
 after.
@@ -14,12 +14,12 @@ from conductor.replay.sim_request import SimRequest
 
 
 class KnownArrivals:
-    """What one engine knows of those who wait. Steps are numbered from 1."""
+    """Knows which of those who wait at one engine a step is planned with. Steps are numbered from 1."""
 
     def __init__(self) -> None:
         """Begin with everybody known."""
         self.until_step = inf
-        """Who came while a later step was under way is not known; infinity: everybody is."""
+        """Number of the last step in which somebody came who is known; infinity: everybody is."""
         self._latest_step = 0
 
     def came(self, request: SimRequest, step: int) -> None:

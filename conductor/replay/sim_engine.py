@@ -169,8 +169,6 @@ class SimEngine:
         """Forget a prompt; the step that computes it ends as it would have. Unknown: no effect."""
         if request in self._queue:
             self._queue.remove(request)
-        if self._known.until_step == inf:
-            request.found_blocks = None
         elif request in self._prompts:
             self._prompts.remove(request)
             self._prompt_tokens -= request.num_tokens

@@ -32,7 +32,7 @@ class BatchSlack:
         self._joined_by_s = inf
         """When the first of those that join in this step is due, by a bound on the longest gap."""
         self._new: list[tuple[float, int, SimRequest]] = []
-        """What to put into heaps of those whose first token came with the last step."""
+        """Entries for the heaps, of those whose first token came with the last step."""
 
     def joined(self, request: SimRequest, step: int, is_new: bool) -> None:
         """Count a sequence that is in the batch from the step after so many on.

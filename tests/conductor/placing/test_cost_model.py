@@ -30,10 +30,10 @@ def test_paper_prefill_with_95_percent_cached_is_within_five_percent(tokens: int
     assert prefill_s == pytest.approx(seconds, rel=0.05)
 
 
-@pytest.mark.parametrize(("batch", "ms"), [(1, 4.40), (8, 4.90), (64, 7.01), (256, 16.68)])
-def test_h200_decode_step_is_within_seven_percent_of_the_engines_bench(batch: int, ms: float) -> None:
+@pytest.mark.parametrize(("batch", "ms"), [(1, 4.24), (8, 4.57), (64, 6.93), (256, 15.55)])
+def test_h200_decode_step_is_within_three_percent_of_the_engines_bench(batch: int, ms: float) -> None:
     cost = CostModel(load_profile("h200-llama8b"))
-    assert cost.decode_step_s(batch, batch * 1088) == pytest.approx(ms / 1e3, rel=0.07)
+    assert cost.decode_step_s(batch, batch * 1088) == pytest.approx(ms / 1e3, rel=0.03)
 
 
 @pytest.mark.parametrize(("tokens", "ms"), [(4096, 98.8), (16384, 483.7), (32768, 1188.5)])
