@@ -13,6 +13,13 @@ PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -rs -n logical --maxp
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# Empty is no: a hundred processes would compile our files each, and pytest rewrite the tests in each worker.
+export PYTHONDONTWRITEBYTECODE :=
+
+# What no process of ours imports, or little of it: half of what is installed. Python compiles the rest of it
+# at its first import.
+UNCOMPILED := /(tests|torch/(testing/_internal|_inductor)|transformers/models|ray/(data|llm|rllib|serve|train|tune)$\
+|networkx|sympy/physics|numba/cuda|openai/(resources|types)|pygments/lexers|mypyc?|pip|setuptools)/
 
 # Where `conductor up` looks; a test or a machine with a cache of its own may say otherwise.
 CACHE ?= $(HOME)/.cache/conductor-cluster
@@ -59,7 +66,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(INSTALL) --no-compile torch
 	@$(INSTALL) --no-compile -e '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(UNCOMPILED)' $(VENV)/lib || true
 	@touch $@
 
 # Fetched and converted once, so that no start and no test has to.

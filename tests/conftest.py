@@ -42,6 +42,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# Tests run on as many workers as there are cores. Two threads of one wait for each other at each product of a
+# small model, longer than they compute, and most of all where the second has no core to itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Compute on one thread in each test, after one too that built an engine of more."""
+    torch.set_num_threads(1)
+
+
 def run_kernels_in_turns() -> None:
     """Have Triton's interpreter run one kernel at a time, and prepare each function once in a run.
 
@@ -50,11 +61,12 @@ def run_kernels_in_turns() -> None:
 
     At each call of a function within a kernel it puts its operations into `triton.language` again, where the
     first call in a run has put them: that took more time than all else. And it computes whether integers
-    overflow, which it looks at in debugging alone.
+    overflow, which it looks at in debugging alone. And it makes a table of types for each that it looks up.
     """
     from triton.runtime import interpreter  # noqa: PLC0415 - after the choice above
 
     run, patch, turn = interpreter.InterpretedFunction.run, interpreter._patch_lang, threading.RLock()
+    look_up, looked_up = interpreter._get_np_dtype, {}
     patched: set[object] = set()
 
     def run_in_turn(kernel, *arguments, **options):
@@ -68,10 +80,16 @@ def run_kernels_in_turns() -> None:
         patched.add(function)
         return patch(function)
 
+    def look_up_once(kind):
+        if kind.name not in looked_up:
+            looked_up[kind.name] = look_up(kind)
+        return looked_up[kind.name]
+
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter.InterpretedFunction.run = run_in_turn
     interpreter._patch_lang = patch_once
+    interpreter._get_np_dtype = look_up_once
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

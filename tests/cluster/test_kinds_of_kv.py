@@ -115,25 +115,29 @@ def check(cluster, kind, asked, again=True):
     until(lambda: held_blocks(cluster) == 0)
 
 
-def test_disaggregated_nodes_say_what_one_process_says(kind, tmp_path):
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_disaggregated_nodes_without_a_store_say_what_one_process_says(kind, tmp_path):
     with kind.running(tmp_path) as cluster:
         check(cluster, kind, prompts())
         _, usage = generated(cluster.grpc_address, prompts()[2], 2)
         assert usage.cached_tokens == 199 // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_blocks_come_back_from_a_store(kind, tmp_path):
+def test_disaggregated_nodes_say_what_one_process_says_of_blocks_back_from_a_store_too(kind, tmp_path):
     store = StoreConfig(dram_gib=0.05, disk_path=str(tmp_path / "disk"), disk_gib=0.2)
     with kind.running(tmp_path, kv_cache_gib=SMALL_CACHE_GIB, store=store) as cluster:
         asked = prompts()[2:]
         rng = random.Random(9)
-        check(cluster, kind, asked, again=False)
+        check(cluster, kind, prompts(), again=False)
         loaded = 'kvstore_engine_blocks{what="loaded"}'
         saved = 'kvstore_engine_blocks{what="saved"}'
         until(lambda: metric(cluster, "prefill-0", saved) >= 10)
         for _ in range(8):
             generated(cluster.grpc_address, [rng.randrange(3, 262) for _ in range(400)], 2)
         check(cluster, kind, asked, again=False)
+        _, usage = generated(cluster.grpc_address, asked[0], 2)
+        assert usage.cached_tokens == 199 // BLOCK_SIZE * BLOCK_SIZE
         assert metric(cluster, "prefill-0", loaded) + metric(cluster, "decode-0", loaded) > 0
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,38 @@ ORPHAN_S = 150.0
 """For everything to end, Ray included, on a busy machine."""
 
 
-@pytest.fixture
-def cluster_yaml(tmp_path):
-    path = tmp_path / "cluster.yaml"
-    path.write_text(f"cache_dir: {tmp_path}/cache\nserver: {{http_port: 0, grpc_port: 0}}\n")
+def write_yaml(folder):
+    path = folder / "cluster.yaml"
+    path.write_text(f"cache_dir: {folder}/cache\nserver: {{http_port: 0, grpc_port: 0}}\n")
     return path
 
 
 @pytest.fixture
+def cluster_yaml(tmp_path):
+    return write_yaml(tmp_path)
+
+
+@pytest.fixture
 def start(cluster_yaml):
+    with starting(cluster_yaml) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """A cluster that is ready, its environment, what it says of itself, and its folder, its home too.
+
+    It is of the tests that look at it and of the one that ends it, the last of them.
+    """
+    folder = tmp_path_factory.mktemp("up")
+    with starting(write_yaml(folder)) as begin:
+        process, environment = begin("--json", HOME=str(folder))
+        yield process, environment, json.loads(process.stdout.readline()), folder
+
+
+@contextmanager
+def starting(cluster_yaml):
+    """Give what starts the program with a configuration, and kill what is left of it."""
     started = []
 
     def begin(*arguments, **environment):
@@ -53,12 +77,14 @@ def start(cluster_yaml):
         started.append((process, environment))
         return process, environment
 
-    yield begin
-    for process, environment in started:
-        process.kill()
-        process.communicate()
-        for pid in marked_pids(environment):
-            os.kill(pid, signal.SIGKILL)
+    try:
+        yield begin
+    finally:
+        for process, environment in started:
+            process.kill()
+            process.communicate()
+            for pid in marked_pids(environment):
+                os.kill(pid, signal.SIGKILL)
 
 
 def until(stream, words):
@@ -96,9 +122,25 @@ def test_an_answer_that_nobody_reads_ends_the_cluster_without_a_word(start):
     assert wait_all_gone(environment, STOP_S) == {}
 
 
-def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(start):
-    process, environment = start("--json")
-    ready = json.loads(process.stdout.readline())
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as the kernel lists them."""
+
+
+def test_local_ray_listens_on_loopback_and_nobody_else_reads_its_token_or_the_run(started):
+    _, environment, _, folder = started
+    listeners = listening(marked_pids(environment))
+    assert len(listeners) > 5
+    assert {host for host, _ in listeners} <= set(LOOPBACK)
+    [run] = (folder / "cache" / "runs").iterdir()
+    token = folder / ".ray" / "auth_token"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run, token.parent, token, *run.iterdir())}
+    assert modes.pop(run.name) == modes.pop(".ray") == 0o700
+    assert {name for name, mode in modes.items() if mode != 0o600} == set()
+    assert {"auth_token", "conductor.json", "conductor.log"} <= set(modes)
+
+
+def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(started):
+    process, environment, ready, _ = started
     assert ready["model"] == "smollm2"
 
     os.kill(pid_of(environment, "decode-0.json"), signal.SIGKILL)
@@ -139,26 +181,6 @@ def test_what_serves_outlives_ray_and_ends_with_the_command(start, part):
     process.communicate(timeout=100)
     assert process.returncode == 0
     assert wait_all_gone(environment, STOP_S) == {}
-
-
-LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as the kernel lists them."""
-
-
-def test_local_ray_listens_on_loopback_and_nobody_else_reads_its_token_or_the_run(start, tmp_path):
-    process, environment = start("--json", HOME=str(tmp_path))
-    json.loads(process.stdout.readline())
-    listeners = listening(marked_pids(environment))
-    assert len(listeners) > 5
-    assert {host for host, _ in listeners} <= set(LOOPBACK)
-    [run] = (tmp_path / "cache" / "runs").iterdir()
-    token = tmp_path / ".ray" / "auth_token"
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (run, token.parent, token, *run.iterdir())}
-    assert modes.pop(run.name) == modes.pop(".ray") == 0o700
-    assert {name for name, mode in modes.items() if mode != 0o600} == set()
-    assert {"auth_token", "conductor.json", "conductor.log"} <= set(modes)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=100)
 
 
 @pytest.mark.full

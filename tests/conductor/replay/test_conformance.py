@@ -147,7 +147,7 @@ def test_past_capacity_the_same_requests_are_refused_in_simulation_as_were_live(
     "name",
     [
         "shifting, 24 a second",
-        "bursts, 24 a second",
+        pytest.param("bursts, 24 a second", marks=pytest.mark.full),
         "mixed bounds, 32 a second",
         "even, 40 a second",
         "even, 40 a second, 4C",

@@ -103,8 +103,10 @@ KINDS = {"fp8": 3e-6, "int8": 3e-6, "int4": 2e-5}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group", [0, 32])
-@pytest.mark.parametrize(("num_tokens", "chosen"), [(3, 2), (40, 3)])
+@pytest.mark.parametrize(
+    ("num_tokens", "chosen", "group"),
+    [(3, 2, 0), (3, 2, 32), (40, 3, 32), pytest.param(40, 3, 0, marks=pytest.mark.full)],
+)
 def test_levels_say_what_their_floats_say(num_tokens: int, chosen: int, group: int, kind: str) -> None:
     rows, gate_up, down, experts, weights = made(num_tokens, chosen, inner=50)
     experts[0, 0] = EXPERTS + 3

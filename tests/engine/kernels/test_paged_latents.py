@@ -72,8 +72,20 @@ def test_decode_equals_attention_over_what_latents_expand_to(
     assert relative_error(case.values(mixed), expected) < 5e-6
 
 
-@pytest.mark.parametrize(("block_size", "parts"), [(16, 1), (64, 1), (16, 3)])
-@pytest.mark.parametrize(("num_heads", "rank"), [(4, 32), (16, 64), (24, 48)])
+@pytest.mark.parametrize(
+    ("num_heads", "rank", "block_size", "parts"),
+    [
+        (4, 32, 16, 1),
+        (4, 32, 64, 1),
+        (4, 32, 16, 3),
+        (16, 64, 16, 1),
+        (24, 48, 16, 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in ((16, 64, 64, 1), (16, 64, 16, 3), (24, 48, 16, 1), (24, 48, 64, 1))
+        ),
+    ],
+)
 def test_chunks_equal_attention_over_what_latents_expand_to(
     num_heads: int, rank: int, block_size: int, parts: int
 ) -> None:

@@ -18,8 +18,6 @@ from conductor.api.responses.items import OutputItems
 from conductor.api.turn import Part
 from tests.conductor.api.parsing.answers import ANSWERS, BETWEEN, SCHEMAS
 
-NUM_TEXTS = 1_000
-"""Random ones of each family."""
 VALUES = [
     {},
     {"a": 1, "b": 2.5},
@@ -147,12 +145,13 @@ def test_a_stream_brings_what_the_whole_answer_has_in_each_family(answer):
         assert found == (whole := whole or found)
 
 
+@pytest.mark.parametrize("num_texts", [400, pytest.param(1_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", sorted(FORMS))
-def test_a_stream_of_any_text_brings_what_the_whole_answer_has(family):
+def test_a_stream_of_any_text_brings_what_the_whole_answer_has(family, num_texts):
     rng, answers = random.Random(family), [answer for answer in ANSWERS if answer.family == family]
     marks = [*FORMS[family].marks, *'{}"\\[]<a \n=:>(),é', *BETWEEN, "\\ud83d", "1e999", "\N{GRINNING FACE}"]
     num_calls = 0
-    for _ in range(NUM_TEXTS):
+    for _ in range(num_texts):
         parts = [rng.choice(marks) for _ in range(rng.randrange(12))]
         if answers:
             whole = rng.choice(answers).text
