@@ -168,9 +168,8 @@ def simulated_s(trace: Trace, conductors: int) -> float:
     return fmean(simulate(Plan(trace, CostModel(STUB), options)).outcomes.ttft_s)
 
 
-@pytest.mark.parametrize(
-    ("rate", "error", "cost"), [pytest.param(10.0, 0.1, 1.0, marks=pytest.mark.full), (16.0, 0.1, 1.1)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("rate", "error", "cost"), [(10.0, 0.1, 1.0), (16.0, 0.1, 1.1)])
 def test_two_live_dispatchers_on_shared_nodes_answer_as_simulated(tmp_path, rate, error, cost) -> None:
     runs = live_logs(tmp_path, rate)
     served = sorted((each for run_ in runs for each in run_.served), key=lambda each: each.made.arrived_at_s)
