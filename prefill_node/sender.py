@@ -101,8 +101,9 @@ class KvSender:
         """
         entry = chunk.entry
         if entry.sequence.arrivals is None:
-            # Of a pipeline, earlier chunks may be under way too; they were launched, and are sent.
-            self.send_finished(writes, entry.block_table, entry.start)
+            # Earlier chunks may be under way too: they were sent as they were launched, or are with this one.
+            computed = min(entry.start, entry.sequence.num_computed_tokens)
+            self.send_finished(writes, entry.block_table, computed)
         if chunk.groups:
             self.send_finished(writes, entry.block_table, entry.context_len, chunk.groups)
 

@@ -1,6 +1,7 @@
 """The prefill role: every block lands in the reservation, whole, and nothing stays held."""
 
 import asyncio
+import threading
 from array import array
 
 import pytest
@@ -13,8 +14,10 @@ from base.grants import Operation
 from base.messages import Failed, Prefill, Prefilled
 from base.request import FinishReason
 from decode_node.role import DecodeRole
+from engine.step import LaunchedChunk, LayerGroup, StepEntry
 from prefill_node.role import PrefillRole
 from prefill_node.sender import KvSender, PrefillObserver
+from tests.engine.builders import make_sequence
 from tests.node_parts import LAYOUT, ROOT, LayeredRunner, parts, work
 
 
@@ -279,6 +282,37 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
     assert decode.cache.heads()[11].unique().tolist() == [7.0]
     assert written.parts == [(prefill.kv.whole, 2)], "an observer is notified of what was written, once"
     prefill.pool.release(computed)
+    assert prefill.pool.num_held == 0
+
+
+async def test_a_chunk_under_way_that_reports_no_layers_is_sent_with_those_of_the_one_behind_it(both):
+    prefill, decode = both
+    grant = granted(decode, 3)
+    message = Prefill(work(num_tokens=48), decode.agent.descriptor, grant, 0)
+    sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())
+    blocks = prefill.pool.allocate(3)
+    sequence = make_sequence("r", range(48))
+    sequence.num_computed_tokens = 16
+    prefill.cache.heads()[blocks[:1]] = 7
+
+    may_end = threading.Event()
+
+    def compute_both() -> None:
+        assert may_end.wait(60)
+        prefill.cache.heads()[blocks[1:]] = 7
+
+    groups = (LayerGroup(0, LAYOUT.num_layers, compute_both),)
+    async with asyncio.TaskGroup() as writes:
+        sender.send_launched(writes, LaunchedChunk(StepEntry(sequence, 16, 16, tuple(blocks), False), ()))
+        sender.send_launched(writes, LaunchedChunk(StepEntry(sequence, 32, 16, tuple(blocks), True), groups))
+        while not decode.cache.heads()[11].any():
+            await asyncio.sleep(0)
+        for _ in range(200):  # what may leave now does
+            await asyncio.sleep(0)
+        may_end.set()
+    assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(sender.checksums)
+    assert [decode.cache.heads()[11 - block].unique().tolist() for block in range(3)] == [[7.0]] * 3
+    prefill.pool.release(blocks)
     assert prefill.pool.num_held == 0
 
 

@@ -176,10 +176,10 @@ class _Launched:
     def __init__(self, device, plan, before):
         self._device, self._plan, self._before = device, plan, before
         self._num_done, self._has_failed = 0, False
-        self.layer_groups = (
-            LayerGroup(0, 1, lambda: self._until(1)),
-            LayerGroup(1, 1, lambda: self._until(2)),
-        )
+        # beside sequences that decode, and of every other chunk, nobody hears before the step has ended
+        reports_layers = not plan.num_single and plan.num_tokens % 2
+        groups = (LayerGroup(0, 1, lambda: self._until(1)), LayerGroup(1, 1, lambda: self._until(2)))
+        self.layer_groups = groups if reports_layers else ()
 
     def finish(self):
         """Compute what is not computed yet: a device takes steps in their order."""
