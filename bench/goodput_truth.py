@@ -2,8 +2,9 @@
 
 Each recorded result is replayed with a profile of its card and engine: those of `bench.goodput`, of engines
 whose decode steps took 7 % longer, with the one measured then, by `bench.goodput_replayed`; those of
-`bench.step_budgets_live` with the card's. The errors of TTFT, of TPOT and of the share within each pair of
-bounds stand in one table, with medians and the worst. Runs of a trace are left out without `--trace`.
+`bench.step_budgets_live` with that of their engine, today's with the card's. The errors of TTFT, of TPOT and
+of the share within each pair of bounds stand in one table, with medians and the worst. Runs of a trace are
+left out without `--trace`.
 
     python -m bench.goodput_truth --trace conversation_trace.jsonl --out bench/results/goodput_truth.json
 """
@@ -144,8 +145,8 @@ def main() -> None:
         print(f"{name:23} {shape:19} {row['rate']:6.2f}/s  {cells}  shares {shares}", flush=True)
     found = {
         **summary(rows),
-        "live": summary([row for row in rows if LIVE.get(row["result"])]),
-        "today": summary([row for row in rows if LIVE.get(row["result"], row) is None]),
+        "live": summary([row for row in rows if row["result"] in LIVE and LIVE[row["result"]]]),
+        "today": summary([row for row in rows if row["result"] in LIVE and not LIVE[row["result"]]]),
     }
     print(json.dumps(found, indent=1))
     if options.out:

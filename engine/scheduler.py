@@ -27,7 +27,7 @@ Pure: no I/O, no clock; moments are handed in. Belongs to the event loop.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
@@ -150,7 +150,7 @@ class Scheduler:
 
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:
         """Return the next step, which begins at `now_s`, or None if no sequence can advance now."""
-        step = self._budgeted_step(now_s)
+        step = self._step_beside([], now_s)
         entries = self._entries(step)
         if not entries:
             # Nobody decodes after all: who was to has no blocks.
@@ -176,7 +176,8 @@ class Scheduler:
         entries = []
         for entry in plan.entries:
             sequence, num_tokens = entry.sequence, entry.context_len + 1
-            if not entry.samples or sequence.finish_reason or self._ends_at(sequence, num_tokens):
+            has_ended = sequence.finish_reason is not None or self._ends_at(sequence, num_tokens)
+            if has_ended or not entry.samples:
                 continue
             if sequence.needs_history:
                 return None
@@ -287,10 +288,6 @@ class Scheduler:
                 f"the whole cache has {self._pool.num_blocks}"
             )
 
-    def _budgeted_step(self, now_s: float) -> BudgetedStep:
-        """Return the next step as it is before any prompt has taken of it."""
-        return self._step_beside([], now_s)
-
     def _step_after(self, plan: StepPlan, entries: list[StepEntry], began_s: float) -> BudgetedStep:
         """Return the step after `plan` before any prompt has taken of it; `entries` are those that go on."""
         begins_s = began_s
@@ -300,7 +297,7 @@ class Scheduler:
         return self._step_beside([decodes_after(entry, begins_s) for entry in entries], begins_s)
 
     def _step_beside(self, going_on: list[Decoding], now_s: float) -> BudgetedStep:
-        """Return the step that begins at `now_s` beside those that go on in it and others that decode."""
+        """Return the step at `now_s` before prompts take of it: who goes on in it, and others that decode."""
         everybody = (*self._running, *self._waiting)
         decoding = going_on + [decodes_now(item) for item in everybody if item.num_plannable_tokens == 1]
         cost, most = self.step_cost, self._most_prompt_tokens(len(decoding))
@@ -369,7 +366,7 @@ class Scheduler:
         self._fill_block_table(sequence)
         return True
 
-    def _entries(self, step: BudgetedStep, under_way: Iterable[StepEntry] = ()) -> list[StepEntry]:
+    def _entries(self, step: BudgetedStep, under_way: tuple[StepEntry, ...] = ()) -> list[StepEntry]:
         """Plan the sequences that run, and those that can start beside them and the chunks under way."""
         entries: list[StepEntry] = []
         index = 0
@@ -388,7 +385,7 @@ class Scheduler:
         if num_tokens:
             entries.append(self._entry(sequence, num_tokens))
 
-    def _admit(self, step: BudgetedStep, under_way: Iterable[StepEntry]) -> Iterator[Sequence]:
+    def _admit(self, step: BudgetedStep, under_way: tuple[StepEntry, ...]) -> Iterator[Sequence]:
         """Move the waiting sequences that can start in this step to the running ones.
 
         Each is planned before the next one is asked for."""

@@ -131,11 +131,6 @@ class Sequence:
         return self.num_remaining_tokens - self.num_launched_tokens
 
     @property
-    def wants_one_token(self) -> bool:
-        """Whether the next token is all that a sequence asks of a step: it came with its KV."""
-        return bool(self.block_table) and self.arrivals is None and self.num_plannable_tokens == 1
-
-    @property
     def rank(self) -> tuple[int, float, str]:
         """Sorts sequences by who goes first; unique."""
         return (-self.priority, self.arrived_at_s, self.request_id)

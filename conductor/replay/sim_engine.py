@@ -259,7 +259,7 @@ class SimEngine:
             has_passed = self._take_chunks(now_s, foreseen_s)
         else:
             self._admit()
-        self._num_starved = (self._num_starved + 1) * has_passed
+        self._num_starved = self._num_starved + 1 if has_passed else 0
         if self._chunks:
             self._plan_chunks()
         elif batch := self._batch:

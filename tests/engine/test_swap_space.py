@@ -18,8 +18,8 @@ from engine.sequence import Sequence
 from engine.swap_space import HostBlocks, Swap
 from tests.engine.builders import make_sequence, run_sequences
 from tests.engine.fakes import continuation
+from tests.engine.scheduler_bench import Bench, generated
 from tests.engine.test_gpu_model import make_family
-from tests.engine.test_scheduler import Bench, generated
 from tests.kinds_of_kv import KINDS
 
 

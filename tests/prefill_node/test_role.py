@@ -258,6 +258,14 @@ async def test_a_release_while_layers_leave_gives_everything_back():
         prefill.check_nothing_is_held()
 
 
+def sending(both, num_blocks, observers=()):
+    """Return a sender of so many blocks and its grant."""
+    prefill, decode = both
+    grant = granted(decode, num_blocks)
+    message = Prefill(work(num_tokens=16 * num_blocks), decode.agent.descriptor, grant, 0)
+    return KvSender(prefill.kv, prefill.pool, message, SystemClock(), observers), grant
+
+
 class Written(PrefillObserver):
     def __init__(self):
         self.parts = []
@@ -268,10 +276,8 @@ class Written(PrefillObserver):
 
 async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_they_are_computed_again(both):
     prefill, decode = both
-    grant = granted(decode, 2)
-    message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
     written = Written()
-    sender = KvSender(prefill.kv, prefill.pool, message, SystemClock(), [written])
+    sender, grant = sending(both, 2, [written])
     async with asyncio.TaskGroup() as writes:
         sender.send_finished(writes, [], 32)
         assert prefill.pool.num_held == 0
@@ -287,9 +293,7 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
 
 async def test_a_chunk_under_way_that_reports_no_layers_is_sent_with_those_of_the_one_behind_it(both):
     prefill, decode = both
-    grant = granted(decode, 3)
-    message = Prefill(work(num_tokens=48), decode.agent.descriptor, grant, 0)
-    sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())
+    sender, grant = sending(both, 3)
     blocks = prefill.pool.allocate(3)
     sequence = make_sequence("r", range(48))
     sequence.num_computed_tokens = 16
@@ -317,10 +321,8 @@ async def test_a_chunk_under_way_that_reports_no_layers_is_sent_with_those_of_th
 
 
 async def test_blocks_of_a_write_that_never_began_are_given_back(both):
-    prefill, decode = both
-    grant = granted(decode, 2)
-    message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
-    sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())
+    prefill, _ = both
+    sender, _ = sending(both, 2)
     computed = prefill.pool.allocate(2)
 
     async def broken():
