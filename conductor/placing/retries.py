@@ -9,9 +9,10 @@ from base.request import NodeId
 MAX_ATTEMPTS = 4
 """One, and three more when nodes are lost. A request that takes down every node it meets must not meet
 them all."""
-MAX_UNHEARD = 4
-"""Attempts beside those, each of which ended before a node said anything: more often than not it was gone
-before the request came."""
+MAX_IDLE = 4
+"""Attempts beside those, each of which ended before a node did anything.
+
+It was gone before the request came, more often than not, or had no blocks to set aside."""
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class Retries:
     """One request's attempts so far."""
 
     num_attempts: int = 0
-    num_unheard: int = 0
+    num_idle: int = 0
     avoid: tuple[NodeId, ...] = ()
     """Nodes that attempts failed at."""
     max_attempts: int = MAX_ATTEMPTS
@@ -27,7 +28,7 @@ class Retries:
     @property
     def may_try_again(self) -> bool:
         """Whether an attempt that is lost is followed by another."""
-        return self.num_attempts - min(self.num_unheard, MAX_UNHEARD) < self.max_attempts
+        return self.num_attempts - min(self.num_idle, MAX_IDLE) < self.max_attempts
 
     def failed_at(self, node_id: NodeId) -> None:
         """Have the next attempt placed elsewhere if it can be."""

@@ -435,10 +435,14 @@ class Dispatcher:
         try:
             return await state.mailbox.next(Prefilled)
         except CapacityError as error:
-            # Another conductor was there first: the blocks are the node's to give.
-            if attempt.is_reserved or not state.retries.may_try_again:
+            # Another conductor was there first, or an attempt before still holds blocks: they are the node's
+            # to give, and nothing was lost.
+            if attempt.is_reserved:
                 raise
             self._view.refused(decode.info.node_id, self._clock.now_s())
+            state.retries.num_idle += 1
+            if not state.retries.may_try_again:
+                raise
             raise StaleError(f"node {decode.info.node_id} has no room any more") from error
 
     async def _next(self, state: RequestState) -> Generated:

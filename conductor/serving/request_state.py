@@ -80,7 +80,7 @@ class RequestState:
         What a node says of a transfer is said of its peer, unless that was to be avoided already.
         """
         retries = self.retries
-        retries.num_unheard += not self.mailbox.has_heard
+        retries.num_idle += not self.mailbox.has_heard
         failed, decode, prefill = self.mailbox.failed, placement.decode_node, placement.prefill_node
         if failed is None:
             return

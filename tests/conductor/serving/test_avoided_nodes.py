@@ -6,6 +6,7 @@ from base.messages import Failed, Prefill, Reserve, Start
 from base.request import FinishReason, Role
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import decide_again
+from conductor.placing.retries import MAX_ATTEMPTS
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profiles.reader import load_profile
 from tests.conductor.dispatching import answer, conductor, request
@@ -108,3 +109,20 @@ async def test_a_stream_that_lost_its_node_goes_on_though_the_next_one_is_full_f
                     lost = None
         assert not second.is_full
         assert len(tokens) == 4
+
+
+async def test_a_node_that_is_full_for_a_moment_takes_no_attempt_from_a_stream_that_has_one_left():
+    async with conductor() as running:
+        await running.attach(ScriptedWork(), node_id="p0", roles=(Role.PREFILL,))
+        node = await running.attach(ScriptedWork(silent_on=Start), node_id="d0", roles=(Role.DECODE,))
+        tokens, num_lost, full = [], 0, FullOnce()
+        async with aclosing(running.dispatcher.generate(request(max_tokens=6))) as pieces:
+            async for piece in pieces:
+                tokens += piece.tokens
+                if num_lost < MAX_ATTEMPTS - 1:
+                    num_lost += 1
+                    work = full if num_lost == MAX_ATTEMPTS - 1 else ScriptedWork(silent_on=Start)
+                    following = await running.attach(work, node_id=f"d{num_lost}", roles=(Role.DECODE,))
+                    node.cancel()
+                    node = following
+        assert (num_lost, full.is_full, len(tokens)) == (MAX_ATTEMPTS - 1, False, 6)

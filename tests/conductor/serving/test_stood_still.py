@@ -11,7 +11,7 @@ from base.request import FinishReason
 from base.wire import register
 from conductor.placing.fair_queue import Criticality, Waiting
 from conductor.placing.placement_queue import PlacementQueue
-from conductor.placing.retries import MAX_ATTEMPTS, MAX_UNHEARD
+from conductor.placing.retries import MAX_ATTEMPTS, MAX_IDLE
 from conductor.serving.waiting import wait_until_placed
 from protos import nodes_pb2 as pb
 from tests.conductor.dispatching import answer, conductor, request, until
@@ -90,14 +90,14 @@ async def lose_unheard(running, count):
 async def test_an_attempt_that_ended_before_its_node_said_anything_is_not_one_of_the_four():
     async with conductor(role_wait_s=5.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await lose_unheard(running, MAX_UNHEARD)
+        await lose_unheard(running, MAX_IDLE)
         # and two that count
         for number in range(2):
             lost = ScriptedWork(silent_on=Tokens)
             await running.attach(lost, node_id=f"b{number}")
             await until(lambda number=number: len(running.seen.firsts) == number + 1)
             running.clients[f"b{number}"].cancel()
-            await until(lambda number=number: len(running.seen.endings) == MAX_UNHEARD + number + 1)
+            await until(lambda number=number: len(running.seen.endings) == MAX_IDLE + number + 1)
         await running.attach(ScriptedWork(), node_id="alive")
         tokens, finish = await asking
         assert (tokens[-2:], finish) == ([12, 13], FinishReason.LENGTH)
@@ -106,7 +106,7 @@ async def test_an_attempt_that_ended_before_its_node_said_anything_is_not_one_of
 async def test_attempts_without_a_word_are_bounded():
     async with conductor(role_wait_s=5.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await lose_unheard(running, MAX_UNHEARD + MAX_ATTEMPTS)
+        await lose_unheard(running, MAX_IDLE + MAX_ATTEMPTS)
         with pytest.raises(LostError):
             await asking
 
