@@ -30,6 +30,11 @@ OBSERVED_STEPS = 8
 """One step without chunks in so many is compared with its prediction."""
 
 OUTLIER = math.log(2.0)
+
+LAUNCH_S = 0.003
+LAUNCH_SHARE = 0.1
+"""Seconds, and share of a step, that are left of it at least when the next one is planned."""
+
 RATIO_LIMITS = (0.05, 20.0)
 
 
@@ -117,6 +122,15 @@ class StepCost:
             return self.prefill_token2_s
         at_once = self.attention_rows
         return self.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
+
+
+def planned_after_s(step_s: float) -> float:
+    """Return the seconds after a step's beginning at which an engine that launches ahead plans the next.
+
+    Who comes sooner is in that one. A device that ends a step before the next is launched waits for it.
+    `step_s`: predicted.
+    """
+    return max(0.0, step_s * (1.0 - LAUNCH_SHARE) - LAUNCH_S)
 
 
 def hit_share(expert_share: float, num_tokens: float) -> float:

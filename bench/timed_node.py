@@ -98,7 +98,7 @@ def _joins(entry: StepEntry) -> bool:
     return is_first and came_at_s is not None and (started_at_s is None or came_at_s <= started_at_s)
 
 
-class _DeviceThread(Executor):
+class DeviceThread(Executor):
     """Does all at once in the event loop, and says so when the device's time has passed."""
 
     def __init__(self, device: TimedDevice, name: str) -> None:
@@ -212,7 +212,7 @@ class TimedNode:
             VOCAB_SIZE,
         )
         scheduler = Scheduler(pool, info.block_size, *sizes)
-        loop = EngineLoop(device, scheduler, pool, clock, partial(_DeviceThread, device))
+        loop = EngineLoop(device, scheduler, pool, clock, partial(DeviceThread, device))
         self.cache = TimedCache(
             pool, info.peer, all_of(layout), lambda count: cost.transfer_s(count * info.block_size)
         )

@@ -7,8 +7,9 @@ awaited call.
     schedule (event loop) -> execute (device thread) -> commit, notify listeners (event loop)
 
 A runner that can launch a step without waiting for it never lets the device wait for the event loop between
-two steps: the next one is planned and launched when this one begins, prompts in it too, before the tokens of
-this one are known. Who comes meanwhile is in the one after.
+two steps: the next one is planned and launched before this one ends, prompts in it too, and before its tokens
+are known: some milliseconds before by what a profile predicts, and where there is none when this one begins.
+Who comes later is in the one after.
 
     launch n | launch n+1 | resolve n, commit n | launch n+2 | resolve n+1, commit n+1 | ...
 
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 Listener = Callable[[SequenceOutput], None]
 LaunchListener = Callable[[LaunchedChunk], None]
 StepObserver = Callable[[StepPlan, float], None]
+
+SOON_S = 1e-6
+"""Seconds that are not waited for."""
 
 STALL_S = 2.0
 """Longest wait of a sequence for blocks while nothing else goes on.
@@ -197,7 +201,23 @@ class EngineLoop:
         last = self._flights[-1]
         if last.landing is not None:
             return None
-        return self.scheduler.schedule_ahead(last.plan, max(last.launched_at_s, self._last_landed_at_s))
+        if self._until_planned_s(last) > 0:
+            return None
+        return self.scheduler.schedule_ahead(last.plan, self._began_at_s(last))
+
+    def _began_at_s(self, flight: _Flight) -> float:
+        """Return when the device began with the first step in flight."""
+        return max(flight.launched_at_s, self._last_landed_at_s)
+
+    def _until_planned_s(self, first: _Flight) -> float:
+        """Return the seconds until the step after the first in flight is planned; 0: it is time.
+
+        Until then the device thread waits for nothing: it has to launch that one."""
+        if len(self._flights) == self._runner.max_steps or self._runner.is_pipelined:
+            return 0.0
+        planned_at_s = self._began_at_s(first) + self.scheduler.planned_after_s(first.plan)
+        left_s = planned_at_s - self._clock.now_s()
+        return left_s if left_s > SOON_S else 0.0
 
     def _launch(self, thread: Executor, plan: StepPlan) -> None:
         self._stalled_at_s = None
@@ -244,6 +264,9 @@ class EngineLoop:
         """Return when a step has landed, or something changed so that another step may be planned."""
         self._changed.clear()
         first = self._flights[0] if self._flights else None
+        if first is not None and first.landing is None and (left_s := self._until_planned_s(first)) > 0:
+            await self._changed_within(left_s)
+            return
         if first is not None and first.landing is None:
             first.landing = self._wait_in(waiting, first)
             first.landing.add_done_callback(lambda _: self._changed.set())
@@ -253,6 +276,14 @@ class EngineLoop:
             await self._changed.wait()
         if first is not None and first.landing is not None and first.landing.done():
             self._land(first, first.landing)
+
+    async def _changed_within(self, seconds: float) -> None:
+        """Return when something changed, or after some seconds."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._changed.set)
+        try:
+            await self._changed.wait()
+        finally:
+            timer.cancel()
 
     async def _until_unstalled(self) -> None:
         """Return when something changed, or end a sequence that has waited too long for blocks."""
@@ -289,7 +320,7 @@ class EngineLoop:
             outputs = self._failed(flight.plan, error)
         else:
             # One that was launched ahead waited for the one before.
-            began_at_s = max(flight.launched_at_s, self._last_landed_at_s)
+            began_at_s = self._began_at_s(flight)
             self._last_landed_at_s = self._clock.now_s()
             seconds = self._last_landed_at_s - began_at_s
             for observe in self._observers:

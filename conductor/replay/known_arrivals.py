@@ -1,7 +1,6 @@
 """Requests that wait at a simulated engine, as far as they were known when the next step was planned.
 
-An engine that launches ahead plans a step when the one before begins. Who came since then is in the one
-after.
+An engine that launches ahead plans a step before the one before ends. Who comes later is in the one after.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ class KnownArrivals:
     def __init__(self) -> None:
         """Begin with everybody known."""
         self.until_step = inf
-        """Number of the last step in which somebody came who is known; infinity: everybody is."""
+        """Number of the last step that somebody missed who is known; infinity: everybody is."""
         self._latest_step = 0
 
-    def came(self, request: SimRequest, step: int) -> None:
-        """Note that a request came while a step was under way; 0: none was."""
-        request.came_in_step = step
-        self._latest_step = max(self._latest_step, step)
+    def came(self, request: SimRequest, missed_step: int) -> None:
+        """Note that a request came, and the last step that was planned before; 0: it is in the next one."""
+        request.missed_step = missed_step
+        self._latest_step = max(self._latest_step, missed_step)
 
     @property
     def are_all(self) -> bool:
@@ -43,4 +42,4 @@ class KnownArrivals:
         return waiting if self.are_all else list(filter(self._is_known, waiting))
 
     def _is_known(self, request: SimRequest) -> bool:
-        return request.came_in_step <= self.until_step
+        return request.missed_step <= self.until_step

@@ -16,8 +16,8 @@ step), the first of the batch ends (the top of a heap), a prompt is done, or KV 
 token gaps are the segments between its join and its end, so the mean of its longest tenth comes out of a
 handful of triples.
 
-What comes while a step is under way is in the next. An engine that launches ahead has planned that one, too,
-when the first began, if there was anything to plan: what comes is in the one after.
+What comes while a step is under way is in the next. An engine that launches ahead plans that one shortly
+before the first ends, if there is anything to plan: what comes later is in the one after.
 
 KV that does not fit: a sequence waits to join until it does; where growth overruns the capacity the newest
 sequence is preempted, keeps its KV in host memory, and waits first in line.
@@ -31,12 +31,13 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from base.step_budget import BudgetedStep, DecodeLoad
-from base.step_cost import OBSERVED_STEPS, StepCorrection
+from base.step_cost import planned_after_s
 from conductor.placing.cost_model import CostModel
 from conductor.replay.known_arrivals import KnownArrivals
 from conductor.replay.segments import Segments, steps_begun
 from conductor.replay.sim_request import SimRequest, work_of
 from conductor.replay.sim_slack import BatchSlack
+from conductor.replay.steps_learned import StepsLearned
 
 Schedule = Callable[..., None]
 """(moment, what to call, its arguments...)."""
@@ -86,7 +87,7 @@ class SimEngine:
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
         self._budget_cost = cost.step if has_budgets and chunk_tokens else None
-        self._slack, self._correction = BatchSlack(), StepCorrection()
+        self._slack, self._learned = BatchSlack(), StepsLearned(self._budget_cost is not None)
         self._num_starved = 0  # steps in turn in which prompts waited and had nothing
         self._schedule, self._on_start = schedule, on_start
         self._on_computed, self._on_finished = on_computed, on_finished
@@ -97,9 +98,8 @@ class SimEngine:
         """The sequences that decode as soon as a step has place for them; to be read only."""
         self._running: list[tuple[int, int, SimRequest]] = []
         self._batch = self._context_tokens = 0
-        self._step = self._num_joined = self._num_stepped = 0
-        # seconds that those new to the next step add to it, and of the present one that no engine foresees
-        self._joined_s = self._beside_s = 0.0
+        self._step = self._num_joined = 0
+        self._joined_s = 0.0  # seconds that those new to the next step add to it
         self._segments = Segments()
         # the present segment
         self._chunks: list[Chunk] = []
@@ -207,12 +207,15 @@ class SimEngine:
             self._schedule(now_s, self._begin_again, self._version, now_s)
             return
         begun = self._num_begun(now_s)
-        self._known.came(request, self._num_ended + begun)
-        if self._chunks and is_prompt:
+        if self._launches_ahead:
+            self._learned.until(begun - 1)
+        is_planned = self._launches_ahead and now_s >= self._planned_at_s(begun)
+        self._known.came(request, self._num_ended + begun + is_planned)
+        if self._chunks and is_prompt and not self._launches_ahead:
             return  # whole chunks of the first are what they are, whoever waits
-        if (steps := begun + self._launches_ahead) < self._steps:
+        if (steps := begun + is_planned) < self._steps:
             self._begin(steps)
-        elif begun < self._steps:
+        elif steps == self._steps:
             self._look_later()
 
     def _begin_again(self, version: int, now_s: float) -> None:
@@ -230,14 +233,19 @@ class SimEngine:
     def _ends_at_s(self, steps: int) -> float:
         return self._started_at_s + steps * (self._first_s + self._growth_s * (steps - 1) / 2)
 
+    def _planned_at_s(self, step: int) -> float:
+        """Return when the step after one of the segment is planned; steps are numbered from 1."""
+        began_s = self._ends_at_s(step - 1)
+        if self._budget_cost is None:
+            return began_s
+        has_chunks, expected_s, _ = self._learned.segment
+        expected_s += self._growth_s * (step - 1)
+        return began_s + planned_after_s(expected_s * self._learned.ratio(has_chunks))
+
     def _look_later(self) -> None:
-        """Look at prompts when the last step begins: the one after is planned then."""
-        if not (self._launches_ahead and self._queue and self.on_look is not None):
-            return
-        if self._steps > 1:
-            self._schedule(self._ends_at_s(self._steps - 1), self._look, self._version)
-        else:
-            self._look(self._version)
+        """Look at prompts when the step after the last one is planned."""
+        if self._launches_ahead and self._queue and self.on_look is not None:
+            self._schedule(self._planned_at_s(self._steps), self._look, self._version)
 
     def _look(self, version: int) -> None:
         """Have what nodes have of the prompts noted that may begin in the step after the present one."""
@@ -265,7 +273,7 @@ class SimEngine:
         elif batch := self._batch:
             self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
-            self._beside_s = self._joined_s
+            self._learned.begins(False, self._first_s - self._joined_s, self._joined_s)
             asks_again = has_passed or self._joined_s or not self._known.are_all
             self._begin(1 if asks_again else self._num_alike())
         self._joined_s = 0.0
@@ -283,7 +291,7 @@ class SimEngine:
         beside_s = self._joined_s + work.beside_s
         batch = self._batch + work.num_single
         context_tokens = self._context_tokens + work.single_context
-        self._growth_s, self._beside_s, steps = 0.0, beside_s, 1
+        self._growth_s, steps = 0.0, 1
         first, tokens = self._chunks[0]
         if not self._chunk_tokens:
             step_s = self._cost.decode_step_s(self._batch, self._context_tokens) if self._batch else 0.0
@@ -292,6 +300,7 @@ class SimEngine:
         else:
             step_s = self._cost.decode_step_s(batch, context_tokens)
         self._first_s = beside_s + step_s
+        self._learned.begins(any(tokens > 1 for _, tokens in self._chunks), step_s, beside_s)
         waits_for_nobody = not (self._batch or self.joining) or self._budget_cost is None
         is_alone = len(self._chunks) == 1 and not self._launches_ahead
         if is_alone and tokens == self._budget and not beside_s and waits_for_nobody:
@@ -355,7 +364,7 @@ class SimEngine:
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
         if not batch or self._budget_cost is None:
             return BudgetedStep(most)
-        ratio = self._correction.ratio
+        ratio = self._learned.ratio
         empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)
         left_s = self._slack.left_s(self._step, empty_s, now_s, waiting)
         load = DecodeLoad(batch, context_tokens, *left_s)
@@ -377,12 +386,11 @@ class SimEngine:
         steps, self._steps = self._steps, 0
         self._is_between_steps = True
         self._slack.stepped()
-        has_chunks = any(tokens > 1 for _, tokens in self._chunks)
-        expected_s, beside_s = self._first_s - self._beside_s, self._beside_s
         # what engines learn from the last of them comes after the next is planned, if that is launched ahead
-        self._measured(steps - self._launches_ahead, has_chunks, expected_s, beside_s)
+        self._learned.until(steps - self._launches_ahead)
+        has_chunks, expected_s, beside_s = ended = self._learned.segment
         last_s = expected_s + self._growth_s * (steps - 1)
-        foreseen_s = now_s - beside_s + last_s * (self._correction.ratio(has_chunks) - 1.0)
+        foreseen_s = now_s - beside_s + last_s * (self._learned.ratio(has_chunks) - 1.0)
         if self._chunks:
             self.busy_s += now_s - self._started_at_s
         self._started_at_s = now_s
@@ -400,21 +408,12 @@ class SimEngine:
                 self._on_computed(request, now_s)
         self._is_between_steps = False
         if self._launches_ahead:
-            self._known.until_step = self._num_ended - 1
+            self._known.until_step = self._num_ended
             self._plan(now_s, foreseen_s)
-            self._measured(1, has_chunks, expected_s, beside_s)
+            self._learned.observe(1, ended)
             self._known.until_step = inf
         if not self._steps:
             self._plan(now_s, now_s)
-
-    def _measured(self, steps: int, has_chunks: bool, expected_s: float, beside_s: float) -> None:
-        """Learn from so many steps, as `engine/scheduler.py` does; `beside_s` no engine expects."""
-        if self._budget_cost is None:
-            return
-        before, self._num_stepped = self._num_stepped, self._num_stepped + steps
-        count = steps if has_chunks else self._num_stepped // OBSERVED_STEPS - before // OBSERVED_STEPS
-        for _ in range(count):
-            self._correction.observe(has_chunks, expected_s, expected_s + beside_s)
 
     def _close(self, steps: int) -> None:
         """Count the tokens that the batch has made in the present segment."""

@@ -87,8 +87,8 @@ class SimRequest:
     finish_step: int
     join_number: int
     """Number of its last join; 0: it is in no batch."""
-    came_in_step: int
-    """Number of the engine's step that was under way when it came; 0: none was."""
+    missed_step: int
+    """Number of the engine's last step that was planned before it came; 0: it is in the next one."""
     found_blocks: int | None
     """Leading blocks that its node had when the step was planned in which it may begin; None: has now."""
     is_held_up: bool
@@ -130,7 +130,7 @@ class SimRequest:
         self.token_at_s = self.join_s = self.prefilled_at_s = 0.0
         self.gaps = []
         self.num_gaps_before = 0
-        self.join_number = self.came_in_step = 0
+        self.join_number = self.missed_step = 0
         self.found_blocks = None
         self.is_held_up = False
         self.slo = UNBOUNDED

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -133,19 +134,24 @@ def seconds_of(plan: StepPlan, cost: CostModel, handed: frozenset[int]) -> float
     return beside_s + len(joined) * cost.profile.join_s + predicted_step_s(plan, cost.step)
 
 
-def sequence_of(number: int, row: TraceRequest, gap_bounds: GapBounds, now_s: float) -> Sequence:
+def come(
+    number: int,
+    row: TraceRequest,
+    gap_bounds: GapBounds,
+    now_s: float,
+    first_s: dict[int, float],
+    pool: BlockPool,
+) -> Sequence:
+    """Return the sequence of a row; one that has had its first token comes with its KV, from another node."""
     # another first token than anybody's, so that no prefix is found
     sequence = make_sequence(str(number), [number] * row.num_tokens, row.output_tokens, arrived_at_s=now_s)
     sequence.gap_bounds = gap_bounds
+    if number in first_s:
+        sequence.token_ids.append(0)
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        sequence.block_table = pool.allocate(-(-sequence.num_prompt_tokens // 16))
+        sequence.had_token(now_s)
     return sequence
-
-
-def has_come(sequence: Sequence, pool: BlockPool, now_s: float) -> None:
-    """Let a sequence have its KV and its first token, from another node."""
-    sequence.token_ids.append(0)
-    sequence.num_computed_tokens = sequence.num_prompt_tokens
-    sequence.block_table = pool.allocate(-(-sequence.num_prompt_tokens // 16))
-    sequence.had_token(now_s)
 
 
 Flight = tuple[StepPlan, float, float]
@@ -156,7 +162,7 @@ def launch(
     scheduler: Scheduler, flights: deque[Flight], cost: CostModel, handed: frozenset[int], now_s: float
 ) -> None:
     """Begin as many steps as may be under way."""
-    while len(flights) < 1 + cost.profile.launches_ahead:
+    while len(flights) < 1 + cost.profile.launches_ahead and planned_at_s(scheduler, flights, cost) <= now_s:
         if flights:
             under_way, ends_s, seconds = flights[0]
             plan = scheduler.schedule_ahead(under_way, ends_s - seconds)
@@ -166,6 +172,14 @@ def launch(
             break
         seconds = seconds_of(plan, cost, handed)
         flights.append((plan, (flights[0][1] if flights else now_s) + seconds, seconds))
+
+
+def planned_at_s(scheduler: Scheduler, flights: deque[Flight], cost: CostModel) -> float:
+    """Return when the step after the one under way is planned; 0: none is under way, or as many as may be."""
+    if not flights or len(flights) > cost.profile.launches_ahead:
+        return 0.0
+    plan, ends_s, seconds = flights[0]
+    return ends_s - seconds + scheduler.planned_after_s(plan)
 
 
 def by_the_engine(
@@ -188,21 +202,22 @@ def by_the_engine(
     while True:
         if not is_waiting:
             launch(scheduler, flights, cost, handed, now_s)
-        is_waiting = bool(flights)
+            planned_s = planned_at_s(scheduler, flights, cost)
+            is_waiting = bool(flights) and planned_s <= now_s
         released, ended = ended, []
         for sequence in released:  # by whoever asked for it, once the next step is under way
             scheduler.release(sequence)
         if released and not flights:
             continue
-        if arrivals and (not flights or arrivals[0][1].arrival_s < flights[0][1]):
+        next_s = inf if not flights else flights[0][1] if is_waiting else planned_s
+        if arrivals and arrivals[0][1].arrival_s < next_s:
             now_s = arrivals[0][1].arrival_s
             while arrivals and arrivals[0][1].arrival_s == now_s:
                 number, row = arrivals.popleft()
-                sequence = sequence_of(number, row, bounds[number % len(bounds)], now_s)
-                if number in handed:
-                    has_come(sequence, pool, now_s)
-                    first_s[number] = now_s
-                scheduler.add(sequence)
+                first_s |= {number: now_s} if number in handed else {}
+                scheduler.add(come(number, row, bounds[number % len(bounds)], now_s, first_s, pool))
+        elif not is_waiting and flights:
+            now_s = planned_s
         elif flights:
             plan, now_s, seconds = flights.popleft()
             is_waiting = False
