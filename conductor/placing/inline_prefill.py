@@ -12,7 +12,7 @@ Whoever is first of a line sees a short queue always, because the line is before
 node's seconds count for those who wait behind as well, each of whom they delay by its share of the nodes, and
 for those who come until the line is gone: of nodes that are busy for a share u of their time these are
 u / (1 - u) for each that waits now. And where nobody names a bound, each who decodes there waits for its next
-token while the prompt is computed: five such seconds count as one of a first token.
+token while the prompt is computed: two such seconds count as one of a first token.
 
 Considered are the node that was chosen to decode and the least loaded of those that hold most of the prompt.
 Pure, as `scheduler.place` is, which asks it.
@@ -41,7 +41,7 @@ MOST_BUSY = 0.62
 
 # A second in which a sequence waits for its next token, in seconds of a first token. It counts where nobody
 # names a bound: bounds that are kept say themselves what a gap may be.
-GAP_SECOND = 0.2
+GAP_SECOND = 0.5
 
 Beside = tuple[float, float, float]
 """Seconds of queue and of prefill, and the prompt's share of the node's time."""
