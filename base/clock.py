@@ -7,7 +7,20 @@ moments do not.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+SCHEDULED = Path("/proc/thread-self/schedstat")
+"""Linux: nanoseconds for which the reading thread has run, and those for which it was ready and did not."""
+
+
+class Busy(NamedTuple):
+    """What a thread has had of processors since it began."""
+
+    worked_s: float
+    """Seconds for which it had one."""
+    waited_s: float
+    """Seconds for which it was ready to work, and others had them."""
 
 
 class Clock(Protocol):
@@ -17,12 +30,30 @@ class Clock(Protocol):
         """Return seconds on this process's monotonic clock."""
         ...
 
+    def busy(self) -> Busy:
+        """Return what the calling thread has had of processors."""
+        ...
+
 
 class SystemClock:
     """The machine's monotonic clock."""
 
     def now_s(self) -> float:
         return time.monotonic()
+
+    def busy(self) -> Busy:
+        return Busy(time.thread_time(), _waited_s())
+
+
+def _waited_s() -> float:
+    """Return seconds for which other threads had the processors that the calling one was ready for.
+
+    0 where the kernel does not count them.
+    """
+    try:
+        return int(SCHEDULED.read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def wall_clock_s() -> float:

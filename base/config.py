@@ -183,7 +183,7 @@ class ServerConfig:
     max_waiting: int = 1024  # Requests admitted and not finished; more are rejected at once.
     request_timeout_s: float = 600.0
     stream_interval_ms: float = 0.0
-    """Least time between two pieces of one answer, each of which costs 0.1 ms; 0: as they come."""
+    """Least time between two pieces of one answer; 0: tokens as they come, while there is time for each."""
     lease_s: float = 10.0
     """A node or conductor that stays silent this long has lost what it held."""
     heartbeat_s: float = 2.0

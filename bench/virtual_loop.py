@@ -7,6 +7,8 @@ import selectors
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from base.clock import Busy
+
 Result = TypeVar("Result")
 
 
@@ -37,6 +39,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def now_s(self) -> float:
         return self._virtual.now_s
+
+    def busy(self) -> Busy:
+        """Return zeros: what a thread works takes no virtual time."""
+        return Busy(0.0, 0.0)
 
 
 def run(main: Callable[[VirtualLoop], Awaitable[Result]]) -> Result:

@@ -70,14 +70,10 @@ from conductor.serving.generated import Generated
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import Mailbox, NodeSession
 from conductor.serving.request_state import RequestState
+from conductor.serving.stream_pace import StreamPace
 from conductor.serving.waiting import wait_until_placed
 
 log = logging.getLogger(__name__)
-
-PIECE_S = 1e-4
-"""Seconds of the event loop that a piece of a stream takes: measured, bench/results/conductor_live.md."""
-STREAMING_SHARE = 0.25
-"""The most of the event loop's time that pieces may take: where more would come, tokens go out together."""
 
 TRIED_TOGETHER = 16
 """Requests that waited and are tried in one turn of the event loop: with a long prompt each takes 0.5 ms."""
@@ -141,10 +137,9 @@ class Dispatcher:
         self._settings = settings
         self._request_timeout_s = server.request_timeout_s
         self._patience_s = inf if settings.reject is RejectPolicy.NONE else waiting.patience_s
-        self._stream_interval_s = server.stream_interval_ms / 1e3
+        self._pace = StreamPace(server.stream_interval_ms / 1e3, clock)
         self.num_running = 0
         """Requests taken in and not finished."""
-        self._num_streaming = 0
         self._next_try: asyncio.TimerHandle | None = None
         """The timer for those who wait while nothing happens."""
         self._next_try_at_s = inf
@@ -240,7 +235,7 @@ class Dispatcher:
         self._was_prefilled(attempt, attempt.placed, prefilled)
         finish = state.finish_of_first(prefilled)
         if finish is None:
-            self._num_streaming += 1
+            self._pace.began()
             attempt.is_streaming = True
             if not stays:
                 # Before the client has the first token: the decode node need not wait for that.
@@ -374,7 +369,7 @@ class Dispatcher:
         state = attempt.state
         assert attempt.placed is not None
         if attempt.is_streaming:
-            self._num_streaming -= 1
+            self._pace.ended()
         if isinstance(error, ServeError):
             state.failed_at(attempt.placed.placement, error)
         if state.is_complete:
@@ -447,7 +442,9 @@ class Dispatcher:
 
     async def _next(self, state: RequestState) -> Generated:
         """Return the tokens that come next, and with them those that came while the last were sent."""
-        message = await state.mailbox.next(Tokens, self._pace_s() - state.since_last_s)
+        pause_s = self._pace.interval_s - state.since_last_s
+        message = await state.mailbox.next(Tokens, pause_s, self._pace.wake)
+        self._pace.sent()
         tokens, finish_reason = message.tokens, message.finish_reason
         for later in state.mailbox.take_tokens():
             tokens, finish_reason = tokens + later.tokens, later.finish_reason
@@ -456,10 +453,6 @@ class Dispatcher:
             for observer in self._observers:
                 observer.next_tokens(gap_s, len(tokens))
         return state.add(tokens, finish_reason)
-
-    def _pace_s(self) -> float:
-        """Return the seconds between two pieces of a stream, so that all streams leave time for the rest."""
-        return max(self._stream_interval_s, self._num_streaming * PIECE_S / STREAMING_SHARE)
 
 
 def _may_try_again(state: RequestState, error: LostError | RejectedError) -> bool:

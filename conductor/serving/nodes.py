@@ -33,6 +33,12 @@ SNAPSHOT_PAUSE_S = 2.0
 """The first pause between two snapshots that are asked of a node: each may be some MB."""
 
 Message = TypeVar("Message", Reserved, Lent, Prefilled, Tokens)
+Wake = Callable[[asyncio.Future[None]], None]
+
+
+def _resolve(reader: asyncio.Future[None]) -> None:
+    if not reader.done():
+        reader.set_result(None)
 
 
 class Mailbox:
@@ -46,6 +52,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._arrived: deque[FromNode] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self._resolve: Wake = _resolve
         self._is_paused = False
         self._is_urgent = False
         self._when_reserved: Callable[[Reserved], None] | None = None
@@ -86,13 +93,17 @@ class Mailbox:
         """Hand nothing to anybody any more."""
         self._when_reserved = None
 
-    async def next(self, kind: type[Message], pause_s: float = 0.0) -> Message:
+    async def next(self, kind: type[Message], pause_s: float = 0.0, resolve: Wake = _resolve) -> Message:
         """Return the next message; tokens that are not the last ones not before `pause_s`.
+
+        Args:
+            resolve: Resolves what the reader waits for, once there is a message to read: at once, or soon.
 
         Raises:
             ServeError: the class that a node's `Failed` names; LostError when a node
                 left; ProtocolError where it is not of `kind`.
         """
+        self._resolve = resolve
         if pause_s > 0 and not self._is_urgent:
             self._is_paused = True
             timer = asyncio.get_running_loop().call_later(pause_s, self._end_pause)
@@ -117,8 +128,9 @@ class Mailbox:
         await self._reader
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            self._resolve(reader)
 
     def _end_pause(self) -> None:
         self._is_paused = False

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from base.attach import AttachClient
+from base.clock import Busy
 from base.config import TransferConfig
 from base.errors import CapacityError, LeaseExpiredError, ServeError, UnavailableError
 from base.kv_layout import KvPart
@@ -82,6 +83,9 @@ class OffsetClock:
 
     def now_s(self):
         return self._loop.time() + self._offset_s
+
+    def busy(self):
+        return Busy(0.0, 0.0)
 
 
 class SimNode:
