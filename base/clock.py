@@ -15,7 +15,7 @@ SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 class Busy(NamedTuple):
-    """What a thread has had of processors since it began."""
+    """Seconds that a thread has worked, and waited for a processor, since it began."""
 
     worked_s: float
     """Seconds for which it had one."""
@@ -31,7 +31,7 @@ class Clock(Protocol):
         ...
 
     def busy(self) -> Busy:
-        """Return what the calling thread has had of processors."""
+        """Return how long the calling thread has worked, and waited for a processor."""
         ...
 
 
