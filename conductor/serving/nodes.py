@@ -76,7 +76,7 @@ class Mailbox:
         if not (isinstance(item, Tokens) and item.finish_reason is None):
             self._is_urgent = True
         if not self._is_paused or self._is_urgent:
-            self._wake()
+            self._wake(_resolve if self._is_urgent else self._resolve)
 
     def _note_tokens(self, item: Tokens) -> None:
         self.tokens_at_s = asyncio.get_running_loop().time()
@@ -97,7 +97,8 @@ class Mailbox:
         """Return the next message; tokens that are not the last ones not before `pause_s`.
 
         Args:
-            resolve: Resolves what the reader waits for, once there is a message to read: at once, or soon.
+            resolve: Resolves what the reader waits for, once there are tokens to read: at once, or soon. Any
+                other message, and the last tokens, are read at once.
 
         Raises:
             ServeError: the class that a node's `Failed` names; LostError when a node
@@ -127,15 +128,15 @@ class Mailbox:
         self._reader = asyncio.get_running_loop().create_future()
         await self._reader
 
-    def _wake(self) -> None:
+    def _wake(self, resolve: Wake) -> None:
         if self._reader is not None:
             reader, self._reader = self._reader, None
-            self._resolve(reader)
+            resolve(reader)
 
     def _end_pause(self) -> None:
         self._is_paused = False
         if self._arrived:
-            self._wake()
+            self._wake(self._resolve)
 
     def take_tokens(self) -> list[Tokens]:
         """Return the tokens that have arrived before anything else, without waiting."""
