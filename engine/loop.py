@@ -33,7 +33,7 @@ from base.clock import Clock
 from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.request import FinishReason
-from base.step_cost import StepCost
+from base.step_cost import StepCost, planned_after_s
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.runner import StepRunner
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 Listener = Callable[[SequenceOutput], None]
 LaunchListener = Callable[[LaunchedChunk], None]
 StepObserver = Callable[[StepPlan, float], None]
+
+WAITED_S = 5e-4
+"""Seconds that a step is waited for, if it was: less when it had ended before somebody asked."""
 
 SOON_S = 1e-6
 """Seconds that are not waited for."""
@@ -68,6 +71,8 @@ class _Flight:
     launched_at_s: float
     landing: asyncio.Future[StepResult] | None = None
     """The result, once it is waited for."""
+    asked_at_s: float = 0.0
+    """When a thread began to wait for it."""
 
     def begins(self, now_s: float) -> None:
         """Note that the device begins with it."""
@@ -110,7 +115,8 @@ class EngineLoop:
         """Set when the device thread is ready for its first step."""
         self._stalled_at_s: float | None = None
         self.num_steps = 0
-        self._last_landed_at_s = clock.now_s()
+        self._ended_at_s = clock.now_s()
+        """When the device ended the last step that has landed."""
         self._observers: list[StepObserver] = []
         # Whoever releases blocks, in here or not, may have made room for who waits.
         pool.on_release(self._changed.set)
@@ -207,7 +213,7 @@ class EngineLoop:
 
     def _began_at_s(self, flight: _Flight) -> float:
         """Return when the device began with the first step in flight."""
-        return max(flight.launched_at_s, self._last_landed_at_s)
+        return max(flight.launched_at_s, self._ended_at_s)
 
     def _until_planned_s(self, first: _Flight) -> float:
         """Return the seconds until the step after the first in flight is planned; 0: it is time.
@@ -215,8 +221,8 @@ class EngineLoop:
         Until then the device thread waits for nothing: it has to launch that one."""
         if len(self._flights) == self._runner.max_steps or self._runner.is_pipelined:
             return 0.0
-        planned_at_s = self._began_at_s(first) + self.scheduler.planned_after_s(first.plan)
-        left_s = planned_at_s - self._clock.now_s()
+        planned_after = planned_after_s(self.scheduler.predicted_s(first.plan))
+        left_s = self._began_at_s(first) + planned_after - self._clock.now_s()
         return left_s if left_s > SOON_S else 0.0
 
     def _launch(self, thread: Executor, plan: StepPlan) -> None:
@@ -310,7 +316,11 @@ class EngineLoop:
         self._release_landed()
 
     def _wait_in(self, waiting: Executor, flight: _Flight) -> asyncio.Future[StepResult]:
-        return asyncio.get_running_loop().run_in_executor(waiting, flight.wait)
+        def wait() -> StepResult:
+            flight.asked_at_s = self._clock.now_s()
+            return flight.wait()
+
+        return asyncio.get_running_loop().run_in_executor(waiting, wait)
 
     def _land(self, flight: _Flight, landing: asyncio.Future[StepResult]) -> None:
         self._flights.remove(flight)
@@ -319,22 +329,32 @@ class EngineLoop:
                 raise error
             outputs = self._failed(flight.plan, error)
         else:
-            # One that was launched ahead waited for the one before.
-            began_at_s = self._began_at_s(flight)
-            self._last_landed_at_s = self._clock.now_s()
-            seconds = self._last_landed_at_s - began_at_s
+            seconds, is_measured = self._seconds_of(flight)
             for observe in self._observers:
                 observe(flight.plan, seconds)
             result = landing.result()
             for sequence in flight.sequences:
                 sequence.busy_s += result.busy_s
-            outputs = self.scheduler.commit(flight.plan, result, seconds, self._last_landed_at_s)
+            measured_s = seconds if is_measured else 0.0
+            outputs = self.scheduler.commit(flight.plan, result, measured_s, self._clock.now_s())
         if self._flights and not self._runner.is_pipelined:
             self._flights[0].begins(self._clock.now_s())
         self._release_landed()
         self.num_steps += 1
         for output in outputs:
             self._notify(output)
+
+    def _seconds_of(self, flight: _Flight) -> tuple[float, bool]:
+        """Return the seconds of a step that lands now, and whether they were measured; note when it ended.
+
+        Launching a step that is not captured may take longer than the one under way, which then has ended
+        before the thread waits for it: as predicted, if that is sooner than it landed."""
+        now_s, began_s = self._clock.now_s(), self._began_at_s(flight)
+        predicted_s = self.scheduler.predicted_s(flight.plan)
+        was_waited_for = now_s - flight.asked_at_s > WAITED_S
+        is_measured = was_waited_for or not 0.0 < predicted_s < now_s - began_s
+        self._ended_at_s = now_s if is_measured else began_s + predicted_s
+        return self._ended_at_s - began_s, is_measured
 
     def _release_landed(self) -> None:
         """Give back what was released while steps were in flight that wrote to it."""

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
 from base.step_budget import BudgetedStep
-from base.step_cost import OBSERVED_STEPS, StepCorrection, StepCost, planned_after_s
+from base.step_cost import OBSERVED_STEPS, StepCorrection, StepCost
 from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
 from engine.decode_slack import Decoding, decode_load, decodes_after, decodes_now, predicted_step_s
@@ -194,10 +194,6 @@ class Scheduler:
             self._note_passed(step)
         return _plan(entries, self._swap_space.take_planned()) if entries else None
 
-    def planned_after_s(self, plan: StepPlan) -> float:
-        """Return the seconds after the beginning of `plan` at which `schedule_ahead` is to be asked."""
-        return planned_after_s(self._predicted_s(plan))
-
     def commit(
         self, plan: StepPlan, result: StepResult, seconds: float = 0.0, now_s: float = 0.0
     ) -> list[SequenceOutput]:
@@ -294,10 +290,10 @@ class Scheduler:
 
     def _step_after(self, plan: StepPlan, entries: list[StepEntry], began_s: float) -> BudgetedStep:
         """Return the step after `plan` before any prompt has taken of it; `entries` are those that go on."""
-        begins_s = began_s + self._predicted_s(plan)
+        begins_s = began_s + self.predicted_s(plan)
         return self._step_beside([decodes_after(entry, begins_s) for entry in entries], begins_s)
 
-    def _predicted_s(self, plan: StepPlan) -> float:
+    def predicted_s(self, plan: StepPlan) -> float:
         """Return the seconds that a step is predicted to take; 0: nothing predicts."""
         if self.step_cost is None:
             return 0.0

@@ -1,9 +1,12 @@
 """The engine loop, in virtual time: when the step after the one under way is planned."""
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,9 +19,10 @@ from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step import SequenceOutput
+from engine.step import LaunchedStep, SequenceOutput, StepPlan
 from tests.engine.builders import make_sequence
 
+T = TypeVar("T")
 STEP_S = 0.02
 COST = CostModel(replace(load_profile("h200-llama8b"), launches_ahead=True, decode_fixed_s=STEP_S))
 PLANNED_S = STEP_S * (1 - LAUNCH_SHARE) - LAUNCH_S
@@ -95,3 +99,80 @@ def test_a_device_whose_steps_are_planned_late_does_not_wait_once_their_pace_is_
     decoding, _ = decoding_s(STEP_S / 8, True, slower)
     steps = [later - sooner for sooner, later in pairwise(decoding[39:])]
     assert steps == pytest.approx([slower * STEP_S] * len(steps), rel=0.06)
+
+
+class SlowThread(DeviceThread):
+    """Takes seconds to launch a step, or one with a prompt, as where that is not captured."""
+
+    def __init__(self, prompt_s: float, other_s: float, device: TimedDevice, name: str) -> None:
+        super().__init__(device, name)
+        self._prompt_s, self._other_s = prompt_s, other_s
+        self._free_at_s = 0.0
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **more: Any) -> Future[T]:
+        loop, outcome = asyncio.get_running_loop(), Future[T]()
+        begins_s = max(loop.time(), self._free_at_s)
+        if args and isinstance(args[0], StepPlan):
+            has_prompt = args[0].num_single < len(args[0].entries)
+            self._free_at_s = begins_s + (self._prompt_s if has_prompt else self._other_s)
+
+        def begin() -> None:
+            done = super(SlowThread, self).submit(fn, *args, **more)
+            ends_s = max(loop.time(), self._free_at_s) if args else loop.time()
+            done.add_done_callback(lambda _: loop.call_at(ends_s, outcome.set_result, done.result()))
+
+        loop.call_at(begins_s, begin)
+        return outcome
+
+
+class IdleDevice(TimedDevice):
+    """Counts the seconds for which it had nothing to do before each step.
+
+    A step begins when it has been launched."""
+
+    def __init__(self, cost: CostModel, clock: VirtualLoop, launch_s: float) -> None:
+        super().__init__(cost, clock)
+        self._launch_s = launch_s
+        self.idle_s: list[float] = []
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        begins_s = self._clock.now_s() + self._launch_s
+        self.idle_s.append(max(0.0, begins_s - self._free_at_s))
+        self._free_at_s = max(self._free_at_s, begins_s)
+        return super().launch(plan)
+
+
+def idle_s(prompt_s: float, other_s: float, num_prompts: int, begins_launched: bool) -> list[float]:
+    """Return the seconds for which a device waited for each of 100 steps or more, of a sequence and prompts.
+
+    Args:
+        prompt_s: Seconds that launching a step with a prompt takes.
+        other_s: Seconds that launching another one takes.
+        begins_launched: Whether a device begins with a step when that is launched, and not while it is.
+    """
+
+    async def scenario(clock: VirtualLoop) -> list[float]:
+        pool, device = BlockPool(10_000), IdleDevice(COST, clock, other_s if begins_launched else 0.0)
+        scheduler = Scheduler(pool, 16, 4096, 8, 10_000)
+        loop = EngineLoop(device, scheduler, pool, clock, partial(SlowThread, prompt_s, other_s, device))
+        loop.predict_steps(COST.step)
+        task = asyncio.create_task(loop.run())
+        ended = asyncio.Event()
+        decoding = make_sequence("decoding", [1] * 40, 150)
+        loop.add(decoding, lambda output: ended.set() if output.finish_reason else None)
+        for number in range(num_prompts):
+            joins = asyncio.Event()
+            clock.call_at(0.6 + 0.3 * number, joins.set)
+            await joins.wait()
+            loop.add(make_sequence(str(number), [number + 2] * 3000, 1), lambda _: None)
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return device.idle_s
+
+    return run(scenario)
+
+
+def test_a_device_does_not_wait_after_a_step_that_took_long_to_launch() -> None:
+    waited = idle_s(0.025, 0.0, num_prompts=6, begins_launched=False)
+    assert sum(waited) <= 0.025 + 1e-6, "but for the first launch"
