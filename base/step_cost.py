@@ -29,6 +29,9 @@ GAIN = 0.1
 OBSERVED_STEPS = 8
 """One step without chunks in so many is compared with its prediction."""
 
+KNOWN_STEPS = 4
+"""Steps of one kind that were compared, from which its correction is relied on."""
+
 OUTLIER = math.log(2.0)
 
 LAUNCH_S = 0.004
@@ -126,13 +129,14 @@ class StepCost:
         return self.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
 
 
-def planned_after_s(step_s: float) -> float:
+def planned_after_s(step_s: float, launch_s: float = LAUNCH_S) -> float:
     """Return the seconds after a step's beginning at which an engine that launches ahead plans the next.
 
-    Who comes sooner is in that one. A device that ends a step before the next is launched waits for it.
-    `step_s`: predicted.
+    Who comes sooner is in that one. A device that ends a step before the next is launched waits for it: where
+    little is known of a kind of steps, the next one is planned at once.
+    `step_s`: predicted; `launch_s`: what is left for planning and launching.
     """
-    return max(0.0, step_s * (1.0 - LAUNCH_SHARE) - LAUNCH_S)
+    return max(0.0, step_s * (1.0 - LAUNCH_SHARE) - launch_s)
 
 
 def hit_share(expert_share: float, num_tokens: float) -> float:
@@ -163,6 +167,10 @@ class StepCorrection:
         self._seen[has_chunks] += 1
         gain = max(GAIN, 1 / self._seen[has_chunks])
         self._logs[has_chunks] += gain * min(OUTLIER, max(-OUTLIER, off))
+
+    def is_known(self, has_chunks: bool) -> bool:
+        """Return whether enough steps of a kind were compared to rely on predictions of it."""
+        return self._seen[has_chunks] >= KNOWN_STEPS
 
     def ratio(self, has_chunks: bool) -> float:
         """Return what to multiply a prediction with: the other kind's, until there was one of this kind."""

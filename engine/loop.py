@@ -33,7 +33,7 @@ from base.clock import Clock
 from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.request import FinishReason
-from base.step_cost import StepCost, planned_after_s
+from base.step_cost import LAUNCH_S, StepCost
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.runner import StepRunner
@@ -50,6 +50,12 @@ StepObserver = Callable[[StepPlan, float], None]
 
 WAITED_S = 5e-4
 """Seconds that a step is waited for, if it was: less when it had ended before somebody asked."""
+
+LATE = 1.25
+IN_TIME = LATE**-0.01
+"""Factors of the time for planning and launching: by them one launch in a hundred is late, or that time is
+LAUNCH_S."""
+LONGEST_LAUNCH_S = 10.0
 
 SOON_S = 1e-6
 """Seconds that are not waited for."""
@@ -117,6 +123,8 @@ class EngineLoop:
         self.num_steps = 0
         self._ended_at_s = clock.now_s()
         """When the device ended the last step that has landed."""
+        self._launch_s = LAUNCH_S
+        """Seconds before a step's end by which the next one is planned: more on a slow or busy host."""
         self._observers: list[StepObserver] = []
         # Whoever releases blocks, in here or not, may have made room for who waits.
         pool.on_release(self._changed.set)
@@ -221,8 +229,8 @@ class EngineLoop:
         Until then the device thread waits for nothing: it has to launch that one."""
         if len(self._flights) == self._runner.max_steps or self._runner.is_pipelined:
             return 0.0
-        planned_after = planned_after_s(self.scheduler.predicted_s(first.plan))
-        left_s = self._began_at_s(first) + planned_after - self._clock.now_s()
+        planned_after_s = self.scheduler.planned_after_s(first.plan, self._launch_s)
+        left_s = self._began_at_s(first) + planned_after_s - self._clock.now_s()
         return left_s if left_s > SOON_S else 0.0
 
     def _launch(self, thread: Executor, plan: StepPlan) -> None:
@@ -348,10 +356,13 @@ class EngineLoop:
         """Return the seconds of a step that lands now, and whether they were measured; note when it ended.
 
         Launching a step that is not captured may take longer than the one under way, which then has ended
-        before the thread waits for it: as predicted, if that is sooner than it landed."""
+        before the thread waits for it: as predicted, if that is sooner than it landed. Then the one after is
+        planned sooner from now on."""
         now_s, began_s = self._clock.now_s(), self._began_at_s(flight)
         predicted_s = self.scheduler.predicted_s(flight.plan)
         was_waited_for = now_s - flight.asked_at_s > WAITED_S
+        launch_s = self._launch_s * (IN_TIME if was_waited_for else LATE)
+        self._launch_s = min(max(LAUNCH_S, launch_s), LONGEST_LAUNCH_S)
         is_measured = was_waited_for or not 0.0 < predicted_s < now_s - began_s
         self._ended_at_s = now_s if is_measured else began_s + predicted_s
         return self._ended_at_s - began_s, is_measured

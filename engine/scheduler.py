@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
 from base.step_budget import BudgetedStep
-from base.step_cost import OBSERVED_STEPS, StepCorrection, StepCost
+from base.step_cost import LAUNCH_S, OBSERVED_STEPS, StepCorrection, StepCost, planned_after_s
 from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
 from engine.decode_slack import Decoding, decode_load, decodes_after, decodes_now, predicted_step_s
@@ -193,6 +193,11 @@ class Scheduler:
             entries += self._entries(step, plan.entries[plan.num_single :])
             self._note_passed(step)
         return _plan(entries, self._swap_space.take_planned()) if entries else None
+
+    def planned_after_s(self, plan: StepPlan, launch_s: float = LAUNCH_S) -> float:
+        """Return after how many seconds of `plan` to ask `schedule_ahead`; `launch_s`: to launch takes."""
+        is_known = self.correction.is_known(plan.num_single < len(plan.entries))
+        return planned_after_s(self.predicted_s(plan), launch_s) if is_known else 0.0
 
     def commit(
         self, plan: StepPlan, result: StepResult, seconds: float = 0.0, now_s: float = 0.0

@@ -236,9 +236,9 @@ class SimEngine:
     def _planned_at_s(self, step: int) -> float:
         """Return when the step after one of the segment is planned; steps are numbered from 1."""
         began_s = self._ends_at_s(step - 1)
-        if self._budget_cost is None:
-            return began_s
         has_chunks, expected_s, _ = self._learned.segment
+        if not self._learned.is_known(has_chunks):
+            return began_s
         expected_s += self._growth_s * (step - 1)
         return began_s + planned_after_s(expected_s * self._learned.ratio(has_chunks))
 

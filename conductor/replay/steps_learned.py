@@ -32,6 +32,10 @@ class StepsLearned:
         """Return what to multiply a prediction with."""
         return self._correction.ratio(has_chunks)
 
+    def is_known(self, has_chunks: bool) -> bool:
+        """Return whether predictions of a kind of steps are relied on."""
+        return self._correction.is_known(has_chunks)
+
     def begins(self, has_chunks: bool, expected_s: float, beside_s: float) -> None:
         """Begin with the next segment."""
         self.segment = SegmentSeconds(has_chunks, expected_s, beside_s)

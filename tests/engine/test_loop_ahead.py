@@ -101,6 +101,11 @@ def test_a_device_whose_steps_are_planned_late_does_not_wait_once_their_pace_is_
     assert steps == pytest.approx([slower * STEP_S] * len(steps), rel=0.06)
 
 
+def test_the_first_steps_of_a_device_that_is_far_quicker_than_its_profile_are_waited_for() -> None:
+    decoding, _ = decoding_s(STEP_S / 80, True, 0.1)
+    assert decoding[40] - decoding[0] < 1.1 * 40 * 0.1 * STEP_S
+
+
 class SlowThread(DeviceThread):
     """Takes seconds to launch a step, or one with a prompt, as where that is not captured."""
 
@@ -121,7 +126,8 @@ class SlowThread(DeviceThread):
             ends_s = max(loop.time(), self._free_at_s) if args else loop.time()
             done.add_done_callback(lambda _: loop.call_at(ends_s, outcome.set_result, done.result()))
 
-        loop.call_at(begins_s, begin)
+        # what is waited for was launched by then
+        loop.call_at(begins_s if args else begins_s + 1e-9, begin)
         return outcome
 
 
@@ -176,3 +182,10 @@ def idle_s(prompt_s: float, other_s: float, num_prompts: int, begins_launched: b
 def test_a_device_does_not_wait_after_a_step_that_took_long_to_launch() -> None:
     waited = idle_s(0.025, 0.0, num_prompts=6, begins_launched=False)
     assert sum(waited) <= 0.025 + 1e-6, "but for the first launch"
+
+
+def test_steps_are_planned_sooner_where_launching_takes_longer() -> None:
+    waited = idle_s(0.012, 0.012, num_prompts=0, begins_launched=True)
+    assert sum(waited[1:60]) > 0.01, "all were launched in time"
+    assert sum(waited[60:]) < 0.01 * STEP_S * len(waited[60:])
+    assert sum(each > 0 for each in waited[60:]) <= 0.03 * len(waited)

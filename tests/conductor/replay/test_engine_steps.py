@@ -9,7 +9,6 @@ import pytest
 
 from base.request import SampledToken
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
-from base.step_cost import planned_after_s
 from conductor.placing.cost_model import CostModel
 from conductor.profiles.reader import load_profile
 from conductor.replay.events import Events
@@ -180,7 +179,7 @@ def planned_at_s(scheduler: Scheduler, flights: deque[Flight], cost: CostModel) 
     if not flights or len(flights) > cost.profile.launches_ahead:
         return 0.0
     plan, ends_s, seconds = flights[0]
-    return ends_s - seconds + planned_after_s(scheduler.predicted_s(plan))
+    return ends_s - seconds + scheduler.planned_after_s(plan)
 
 
 def by_the_engine(
