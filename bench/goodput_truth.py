@@ -39,7 +39,11 @@ BEFORE = RESULTS / "profile_h200_before.json"
 """Profile of the engine of `NAMES`, measured when they were."""
 IN_TURNS = RESULTS / "profile_h200_in_turns.json"
 """The same of engines that planned a step with prompts when the one before had ended."""
-LIVE = {"step_budgets_h200_eighth": IN_TURNS, "step_budgets_h200_ahead": None}
+LIVE: dict[str, Path | None] = {
+    "step_budgets_h200_eighth": IN_TURNS,
+    "step_budgets_h200_ninth": None,
+    "step_budgets_h200_late": None,
+}
 """Results of `bench.step_budgets_live`, with the profile of their engine; None: the card's."""
 NAMES = (
     "goodput",
