@@ -79,6 +79,8 @@ class _Flight:
     """The result, once it is waited for."""
     asked_at_s: float = 0.0
     """When a thread began to wait for it."""
+    next_planned_at_s: float | None = None
+    """When the step after it is planned, once nothing is under way before it."""
 
     def begins(self, now_s: float) -> None:
         """Note that the device begins with it."""
@@ -229,8 +231,10 @@ class EngineLoop:
         Until then the device thread waits for nothing: it has to launch that one."""
         if len(self._flights) == self._runner.max_steps or self._runner.is_pipelined:
             return 0.0
-        planned_after_s = self.scheduler.planned_after_s(first.plan, self._launch_s)
-        left_s = self._began_at_s(first) + planned_after_s - self._clock.now_s()
+        if first.next_planned_at_s is None:
+            after_s = self.scheduler.planned_after_s(first.plan, self._launch_s)
+            first.next_planned_at_s = self._began_at_s(first) + after_s
+        left_s = first.next_planned_at_s - self._clock.now_s()
         return left_s if left_s > SOON_S else 0.0
 
     def _launch(self, thread: Executor, plan: StepPlan) -> None:
