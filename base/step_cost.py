@@ -129,16 +129,6 @@ class StepCost:
         return self.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
 
 
-def planned_after_s(step_s: float, launch_s: float = LAUNCH_S) -> float:
-    """Return the seconds after a step's beginning at which an engine that launches ahead plans the next.
-
-    Who comes sooner is in that one. A device that ends a step before the next is launched waits for it: where
-    little is known of a kind of steps, the next one is planned at once.
-    `step_s`: predicted; `launch_s`: what is left for planning and launching.
-    """
-    return max(0.0, step_s * (1.0 - LAUNCH_SHARE) - launch_s)
-
-
 def hit_share(expert_share: float, num_tokens: float) -> float:
     """Return the share of a layer's experts that so many tokens go to, each to `expert_share` of them."""
     return 1.0 - (1.0 - expert_share) ** num_tokens if expert_share else 0.0
@@ -168,11 +158,21 @@ class StepCorrection:
         gain = max(GAIN, 1 / self._seen[has_chunks])
         self._logs[has_chunks] += gain * min(OUTLIER, max(-OUTLIER, off))
 
-    def is_known(self, has_chunks: bool) -> bool:
-        """Return whether enough steps of a kind were compared to rely on predictions of it."""
-        return self._seen[has_chunks] >= KNOWN_STEPS
-
     def ratio(self, has_chunks: bool) -> float:
         """Return what to multiply a prediction with: the other kind's, until there was one of this kind."""
         at = has_chunks if self._seen[has_chunks] else not has_chunks
         return math.exp(self._logs[at])
+
+    def planned_after_s(self, has_chunks: bool, predicted_s: float, launch_s: float = LAUNCH_S) -> float:
+        """Return the seconds after a step's beginning at which an engine that launches ahead plans the next.
+
+        Who comes sooner is in that one. A device that ends a step before the next is launched waits for it:
+        where little is known of a kind of steps, that is planned at once.
+
+        Args:
+            predicted_s: Seconds that the profile says to the step.
+            launch_s: Seconds that are left for planning and launching.
+        """
+        if self._seen[has_chunks] < KNOWN_STEPS:
+            return 0.0
+        return max(0.0, predicted_s * self.ratio(has_chunks) * (1.0 - LAUNCH_SHARE) - launch_s)

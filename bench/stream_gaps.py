@@ -39,7 +39,7 @@ STREAMS = (16, 64, 160)
 STEPS_MS = {8.0: STREAMS, 2.0: STREAMS[-1:]}
 """Milliseconds of a step, and how many stream."""
 LASTS_S = 4.0
-"""Of the streams of one measurement, were nothing late."""
+"""Seconds that the streams of one measurement last, were nothing late."""
 BEGIN_S, MEASURED_S = 1.0, 2.5
 """Seconds that streams have to begin, and those that are measured then."""
 RATE = 100.0

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
 from base.step_budget import BudgetedStep
-from base.step_cost import LAUNCH_S, OBSERVED_STEPS, StepCorrection, StepCost, planned_after_s
+from base.step_cost import LAUNCH_S, OBSERVED_STEPS, StepCorrection, StepCost
 from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
 from engine.decode_slack import Decoding, decode_load, decodes_after, decodes_now, predicted_step_s
@@ -195,9 +195,11 @@ class Scheduler:
         return _plan(entries, self._swap_space.take_planned()) if entries else None
 
     def planned_after_s(self, plan: StepPlan, launch_s: float = LAUNCH_S) -> float:
-        """Return after how many seconds of `plan` to ask `schedule_ahead`; `launch_s`: to launch takes."""
-        is_known = self.correction.is_known(plan.num_single < len(plan.entries))
-        return planned_after_s(self.predicted_s(plan), launch_s) if is_known else 0.0
+        """Return the seconds of `plan` after which to ask `schedule_ahead`, given those of a launch."""
+        if self.step_cost is None:
+            return 0.0
+        expected_s = predicted_step_s(plan, self.step_cost)
+        return self.correction.planned_after_s(plan.has_chunks, expected_s, launch_s)
 
     def commit(
         self, plan: StepPlan, result: StepResult, seconds: float = 0.0, now_s: float = 0.0
@@ -302,8 +304,7 @@ class Scheduler:
         """Return the seconds that a step is predicted to take; 0: nothing predicts."""
         if self.step_cost is None:
             return 0.0
-        has_chunks = plan.num_single < len(plan.entries)
-        return predicted_step_s(plan, self.step_cost) * self.correction.ratio(has_chunks)
+        return predicted_step_s(plan, self.step_cost) * self.correction.ratio(plan.has_chunks)
 
     def _step_beside(self, going_on: list[Decoding], now_s: float) -> BudgetedStep:
         """Return the step at `now_s` before prompts take of it: who goes on in it, and others that decode."""
@@ -330,14 +331,13 @@ class Scheduler:
         if plan.num_tokens >= self.chunk_tokens:
             self._swap_space.computed(plan.num_tokens, seconds)
         self._num_committed += 1
-        has_chunks = plan.num_single < len(plan.entries)
         is_usual = plan.entries and not plan.swaps
         if (
             self.step_cost is not None
             and is_usual
-            and (has_chunks or not self._num_committed % OBSERVED_STEPS)
+            and (plan.has_chunks or not self._num_committed % OBSERVED_STEPS)
         ):
-            self.correction.observe(has_chunks, predicted_step_s(plan, self.step_cost), seconds)
+            self.correction.observe(plan.has_chunks, predicted_step_s(plan, self.step_cost), seconds)
 
     def _share(self, sequence: Sequence, step: BudgetedStep) -> int:
         """Return how many tokens of `sequence` this step computes; those of prompts are taken from it."""

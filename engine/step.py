@@ -77,6 +77,11 @@ class StepPlan:
         return sum(entry.num_tokens for entry in self.entries)
 
     @property
+    def has_chunks(self) -> bool:
+        """Whether more than one token is computed of some sequence."""
+        return self.num_single < len(self.entries)
+
+    @property
     def sampling(self) -> list[Sequence]:
         """The sequences of the entries that sample, in their order."""
         return [entry.sequence for entry in self.entries if entry.samples]

@@ -31,7 +31,6 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from base.step_budget import BudgetedStep, DecodeLoad
-from base.step_cost import planned_after_s
 from conductor.placing.cost_model import CostModel
 from conductor.replay.known_arrivals import KnownArrivals
 from conductor.replay.segments import Segments, steps_begun
@@ -235,12 +234,8 @@ class SimEngine:
 
     def _planned_at_s(self, step: int) -> float:
         """Return when the step after one of the segment is planned; steps are numbered from 1."""
-        began_s = self._ends_at_s(step - 1)
-        has_chunks, expected_s, _ = self._learned.segment
-        if not self._learned.is_known(has_chunks):
-            return began_s
-        expected_s += self._growth_s * (step - 1)
-        return began_s + planned_after_s(expected_s * self._learned.ratio(has_chunks))
+        predicted_s = self._learned.segment.expected_s + self._growth_s * (step - 1)
+        return self._ends_at_s(step - 1) + self._learned.planned_after_s(predicted_s)
 
     def _look_later(self) -> None:
         """Look at prompts when the step after the last one is planned."""

@@ -32,9 +32,9 @@ class StepsLearned:
         """Return what to multiply a prediction with."""
         return self._correction.ratio(has_chunks)
 
-    def is_known(self, has_chunks: bool) -> bool:
-        """Return whether predictions of a kind of steps are relied on."""
-        return self._correction.is_known(has_chunks)
+    def planned_after_s(self, predicted_s: float) -> float:
+        """Return when the step after one of the present segment is planned, by the profile's seconds."""
+        return self._correction.planned_after_s(self.segment.has_chunks, predicted_s)
 
     def begins(self, has_chunks: bool, expected_s: float, beside_s: float) -> None:
         """Begin with the next segment."""

@@ -118,7 +118,7 @@ class SlowThread(DeviceThread):
         loop, outcome = asyncio.get_running_loop(), Future[T]()
         begins_s = max(loop.time(), self._free_at_s)
         if args and isinstance(args[0], StepPlan):
-            has_prompt = args[0].num_single < len(args[0].entries)
+            has_prompt = args[0].has_chunks
             self._free_at_s = begins_s + (self._prompt_s if has_prompt else self._other_s)
 
         def begin() -> None:
