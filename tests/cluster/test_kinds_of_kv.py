@@ -60,7 +60,10 @@ class Kind:
         return self.answers[tuple(prompt)]
 
 
-@pytest.fixture(scope="module", params=FIELDS)
+@pytest.fixture(
+    scope="module",
+    params=[kind if kind == "latents" else pytest.param(kind, marks=pytest.mark.full) for kind in FIELDS],
+)
 def kind(request, tmp_path_factory):
     """A folder with a tiny random model and a tokenizer, as `prepare` leaves one, and what it should say."""
     family, changed, engine, names = FIELDS[request.param]

@@ -88,6 +88,7 @@ def early_launches(make) -> bool:
     return is_early
 
 
+@pytest.mark.full
 def test_kernels_are_launched_early_where_each_reads_something() -> None:
     assert early_launches(lambda x: x.softmax(-1) + x.split(2, 1)[0].sum())
 

@@ -87,7 +87,10 @@ def test_levels_are_near_to_the_floats_and_routers_stay_floats() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [WeightFormat.FP8, pytest.param(WeightFormat.INT8, marks=pytest.mark.full), WeightFormat.INT4],
+    [
+        WeightFormat.FP8,
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in (WeightFormat.INT8, WeightFormat.INT4)),
+    ],
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full)])
 def test_kernels_give_the_logits_of_the_floats_and_count_what_is_chosen(

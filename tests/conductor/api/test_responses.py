@@ -172,6 +172,7 @@ def held(num_tokens=10, *more):
     return HeldResponse(array("I", range(num_tokens)), (ChatMessage("user", "x"), *more), b"")
 
 
+@pytest.mark.full
 def test_a_response_is_charged_with_the_memory_that_it_takes():
     deep_arguments = json.dumps(
         {"a": [[] for _ in range(10_000)], "b": {str(key): [1.5] for key in range(3_000)}}

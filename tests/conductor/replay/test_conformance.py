@@ -146,12 +146,17 @@ def test_past_capacity_the_same_requests_are_refused_in_simulation_as_were_live(
 @pytest.mark.parametrize(
     "name",
     [
-        "shifting, 24 a second",
-        pytest.param("bursts, 24 a second", marks=pytest.mark.full),
-        "mixed bounds, 32 a second",
         "even, 40 a second",
-        "even, 40 a second, 4C",
-        "even, 250 a second, h200-llama8b",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in (
+                "shifting, 24 a second",
+                "bursts, 24 a second",
+                "mixed bounds, 32 a second",
+                "even, 40 a second, 4C",
+                "even, 250 a second, h200-llama8b",
+            )
+        ),
     ],
 )
 def test_every_request_goes_in_simulation_as_it_went_live(tmp_path, name):
@@ -198,6 +203,7 @@ def test_a_run_whose_roles_changed_has_as_many_nodes_as_there_were(live_log):
     assert changed.nodes() == (num_prefill, num_decode, num_both) == (2, 2, 0)
 
 
+@pytest.mark.full
 def test_profile_fitted_to_the_log_is_the_one_that_the_nodes_took_their_time_from(tmp_path):
     # so seldom that prompts share no steps
     fitted, taken = CostModel(profile_from_run(run_of(tmp_path, FIXED, 2.0), "fitted")), COST

@@ -60,6 +60,11 @@ Times = dict[int, tuple[float, float]]
 """When each request had its first token and its last."""
 
 
+def seeds(count: int) -> list[object]:
+    """Return the first numbers; all but one are for the full run."""
+    return [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, count))]
+
+
 def random_rows(seed: int, longest_output: int = 60) -> list[TraceRequest]:
     rng = random.Random(seed)
     now_s, rows = 0.0, []
@@ -246,9 +251,7 @@ def are_alike(found: Times, expected: Times, count: int) -> bool:
 @pytest.mark.parametrize(
     "cost", [GPU, CPU, UNFORESEEN], ids=["launched ahead", "one after the other", "unforeseen"]
 )
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 12))]
-)
+@pytest.mark.parametrize("seed", seeds(12))
 def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(
     seed: int, cost: CostModel, longest_output: int, bounds: Bounds
 ) -> None:
@@ -262,7 +265,7 @@ def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(
 @pytest.mark.parametrize(
     "cost", [GPU, CPU, UNFORESEEN], ids=["launched ahead", "one after the other", "unforeseen"]
 )
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_what_is_handed_over_decodes_beside_prompts_as_the_engines_own_scheduler_has_it(
     seed: int, cost: CostModel, bounds: Bounds
 ) -> None:
@@ -277,7 +280,7 @@ def test_what_is_handed_over_decodes_beside_prompts_as_the_engines_own_scheduler
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 @pytest.mark.parametrize("cost", [CPU, UNFORESEEN], ids=["one after the other", "unforeseen"])
 @pytest.mark.parametrize("max_batch", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_step_has_no_more_sequences_than_it_may_and_the_first_come_are_in_it(
     seed: int, max_batch: int, cost: CostModel, bounds: Bounds
 ) -> None:

@@ -207,6 +207,7 @@ def test_rates_fade_and_those_longest_without_any_go():
     assert "a" not in kept
 
 
+@pytest.mark.full
 def test_a_thousand_nodes_take_less_than_eight_mb():
     cluster = Cluster(MAX_NODES)
     tracemalloc.start()

@@ -102,7 +102,9 @@ def test_tiles_whose_keys_are_cut_and_others_agree_in_one_launch(
     assert_agrees(chunks, rule=rule, sinks=sinks, tiles=CUT)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1), (12, 4)])
+@pytest.mark.parametrize(
+    "heads", [(6, 2), *(pytest.param(heads, marks=pytest.mark.full) for heads in ((4, 4), (7, 1), (12, 4)))]
+)
 def test_keys_are_cut_for_every_grouping_of_heads(heads: tuple[int, int]) -> None:
     assert_agrees([(80, 20), (0, 9)], heads=heads, head_dim=80, tiles=CUT)
 
@@ -188,6 +190,7 @@ def test_chunks_that_start_late_leave_the_tokens_before_them_as_they_are() -> No
     assert bool((output[119:] == 7).all())
 
 
+@pytest.mark.full
 @settings(max_examples=8, deadline=None)
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 50)), min_size=1, max_size=4),
