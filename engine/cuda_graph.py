@@ -9,7 +9,7 @@ There are three ladders:
 
     decode steps     sequences of one token
     mixed steps      all sequences of one token and `GRAPH_CHUNKS` chunks, none long (`long_chunks.py`), or
-                     few tokens after a prefix that is not too long (`MOST_PAIRS`)
+                     few tokens beside such sequences or after a prefix that is not too long (`MOST_PAIRS`)
     prompts          a long chunk that is alone and has nothing before it: one graph for each group of layers,
                      so that KV leaves while later layers compute (`layer_hooks.py`); others are one graph
 
@@ -34,13 +34,14 @@ from engine.step_memory import StepShape
 GRAPH_CHUNKS = 32
 """Largest number of chunks in a captured step."""
 
-MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Ladder of tokens for steps with chunks."""
+MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096)
+"""Ladder of tokens for steps with chunks. Beside 32 sequences 2,080 tokens take 61 ms in 2,560, in 3,072 74
+(Llama-3.1-8B, one H200)."""
 
 MOST_PAIRS = 32 * 2**20
 MOST_LATENT_PAIRS = 20 * 2**20
-MOST_AFTER_PREFIX = 3072
-"""Pairs of a query and a key, and tokens, up to which a long step with a prefix is captured.
+MOST_LONG_TOKENS = 3072
+"""Pairs of a query and a key, and tokens, up to which a long step is captured that is no whole prompt.
 
 Its attention is slower then, by a nanosecond or three for each pair in all layers, and its launches, which
 take 64 to 184 ms, take nothing. One H200, a chunk after a prefix, ms as launched / captured:
@@ -51,7 +52,9 @@ take 64 to 184 ms, take nothing. One H200, a chunk after a prefix, ms as launche
     2,048, 4,096      123/63          102/65             64/40
     2,048, 16,384     106/110         105/167            86/74
 
-Llama-3.1-8B in bfloat16 took 73/58 ms for 1,024 tokens after 24,576, 85/82 for 1,152 and 84/86 for 1,536."""
+Llama-3.1-8B in bfloat16 took 73/58 ms for 1,024 tokens after 24,576, 85/82 for 1,152 and 84/86 for 1,536.
+With nothing before them and 32 sequences beside, 2,080 tokens took 61/61 ms, 2,560 61/63 and 3,072 71/75, of
+which launching holds the device's thread for 55 to 68, or for 2: tokens of the step before wait for that."""
 
 PROMPT_TOKENS = range(MIN_TOKENS, 4096 + 1, STEP_TOKENS)
 """Ladder of tokens for prompts."""
@@ -204,9 +207,10 @@ class StepGraphs:
 def _is_sooner_captured(plan: StepPlan, most_pairs: int) -> bool:
     """Return whether launching a step of long chunks takes longer than attending to them as to short ones.
 
-    A prefix that is still coming is not captured: each layer waits for its own part."""
+    A prefix that is still coming is not captured: each layer waits for its own part. Nor are whole prompts
+    alone: their groups of layers are reported."""
     chunks = plan.entries[plan.num_single :]
-    if not any(entry.start for entry in chunks) or arrivals_of(plan):
+    if arrivals_of(plan) or not (plan.num_single or any(entry.start for entry in chunks)):
         return False
     pairs = sum(entry.num_tokens * (entry.start + entry.num_tokens // 2) for entry in chunks)
-    return pairs <= most_pairs and plan.num_tokens <= MOST_AFTER_PREFIX
+    return pairs <= most_pairs and plan.num_tokens <= MOST_LONG_TOKENS
