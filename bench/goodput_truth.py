@@ -39,10 +39,13 @@ BEFORE = RESULTS / "profile_h200_before.json"
 """Profile of the engine of `NAMES`, measured when they were."""
 IN_TURNS = RESULTS / "profile_h200_in_turns.json"
 """The same of engines that planned a step with prompts when the one before had ended."""
+LAUNCHED = RESULTS / "profile_h200_launched.json"
+"""The card's, of engines that had no graph of 2,560 tokens and launched what begins beside sequences."""
 LIVE: dict[str, Path | None] = {
     "step_budgets_h200_eighth": IN_TURNS,
-    "step_budgets_h200_ninth": None,
-    "step_budgets_h200_late": None,
+    "step_budgets_h200_ninth": LAUNCHED,
+    "step_budgets_h200_late": LAUNCHED,
+    "step_budgets_h200_graphs": None,
 }
 """Results of `bench.step_budgets_live`, with the profile of their engine; None: the card's."""
 NAMES = (
@@ -149,8 +152,8 @@ def main() -> None:
         print(f"{name:23} {shape:19} {row['rate']:6.2f}/s  {cells}  shares {shares}", flush=True)
     found = {
         **summary(rows),
-        "live": summary([row for row in rows if row["result"] in LIVE and LIVE[row["result"]]]),
-        "today": summary([row for row in rows if row["result"] in LIVE and not LIVE[row["result"]]]),
+        "live": summary([row for row in rows if LIVE.get(row["result"]) == IN_TURNS]),
+        "today": summary([row for row in rows if LIVE.get(row["result"], IN_TURNS) != IN_TURNS]),
     }
     print(json.dumps(found, indent=1))
     if options.out:
