@@ -55,6 +55,8 @@ class Mailbox:
         self._resolve: Wake = _resolve
         self._is_paused = False
         self._is_urgent = False
+        self._is_due = False
+        """Whether the reader is resolved, or is in line to be."""
         self._when_reserved: Callable[[Reserved], None] | None = None
         self.failed: Failed | None = None
         """The node's message for which `next` raised an error."""
@@ -76,7 +78,7 @@ class Mailbox:
         if not (isinstance(item, Tokens) and item.finish_reason is None):
             self._is_urgent = True
         if not self._is_paused or self._is_urgent:
-            self._wake(_resolve if self._is_urgent else self._resolve)
+            self._wake()
 
     def _note_tokens(self, item: Tokens) -> None:
         self.tokens_at_s = asyncio.get_running_loop().time()
@@ -125,18 +127,26 @@ class Mailbox:
         return item
 
     async def _woken(self) -> None:
-        self._reader = asyncio.get_running_loop().create_future()
-        await self._reader
+        self._reader, self._is_due = asyncio.get_running_loop().create_future(), False
+        try:
+            await self._reader
+        finally:
+            self._reader = None
 
-    def _wake(self, resolve: Wake) -> None:
-        if self._reader is not None:
-            reader, self._reader = self._reader, None
-            resolve(reader)
+    def _wake(self) -> None:
+        """Have the reader go on; one that was to go on soon goes on at once where something is urgent."""
+        if self._reader is None:
+            return
+        if self._is_urgent:
+            _resolve(self._reader)
+        elif not self._is_due:
+            self._resolve(self._reader)
+        self._is_due = True
 
     def _end_pause(self) -> None:
         self._is_paused = False
         if self._arrived:
-            self._wake(self._resolve)
+            self._wake()
 
     def take_tokens(self) -> list[Tokens]:
         """Return the tokens that have arrived before anything else, without waiting."""

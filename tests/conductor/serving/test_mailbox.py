@@ -62,3 +62,34 @@ def test_without_a_pause_each_message_is_given_as_it_comes():
     at_s, _, others = waits([(0.2, tokens()), (0.2, tokens())], pause_s=0.0)
     assert at_s == pytest.approx(0.2)
     assert others <= 1
+
+
+@pytest.mark.parametrize("last", [tokens(FinishReason.LENGTH), Failed("r", LostError.__name__, "gone")])
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+def test_who_is_to_read_soon_reads_at_once_when_the_last_message_comes(last, pause_s):
+    async def scenario(clock):
+        mailbox, due = Mailbox(), []
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.2, mailbox.put, tokens())
+        loop.call_later(0.3, mailbox.put, last)
+        async with asyncio.timeout(60):
+            await mailbox.next(Tokens, pause_s, due.append)
+        return clock.now_s(), len(due)
+
+    assert run(scenario) == (pytest.approx(0.3), 1)
+
+
+def test_a_reader_is_to_be_resolved_once_however_much_comes_before_it_is():
+    async def scenario(_):
+        mailbox, due = Mailbox(), []
+        reader = asyncio.create_task(mailbox.next(Tokens, 0.0, due.append))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            mailbox.put(tokens())
+        due[0].set_result(None)
+        mailbox.put(tokens())
+        await reader
+        mailbox.put(tokens())
+        return len(due), len(mailbox.take_tokens())
+
+    assert run(scenario) == (1, 4)
