@@ -444,7 +444,7 @@ class Dispatcher:
         """Return the tokens that come next, and with them those that came while the last were sent."""
         pause_s = self._pace.interval_s - state.since_last_s
         message = await state.mailbox.next(Tokens, pause_s, self._pace.wake)
-        self._pace.sent()
+        self._pace.sent(state.since_last_s)
         tokens, finish_reason = message.tokens, message.finish_reason
         for later in state.mailbox.take_tokens():
             tokens, finish_reason = tokens + later.tokens, later.finish_reason

@@ -10,6 +10,10 @@ to LONGEST_S for each stream, where other work alone is more. No fixed interval 
 processor has time for every token where that of a slow one has not. Of a processor that others want too the
 loop has a part, and is measured by that part: worked seconds alone would call a loop idle that never sleeps.
 
+The interval that streams had is a mean over pieces. By the number of streams it would be longer than any had
+where some send nothing, because their clients read nothing or they wait for a place in a step: an idle loop
+would look like one that pieces fill, and more so with each interval that grows.
+
 Tokens of all streams of a node come in one message. Pieces go out a few in each turn of the event loop, in
 the order in which they came due: between two turns the loop reads what has arrived, and a new request waits
 for a few pieces in place of one of every stream.
@@ -51,6 +55,8 @@ class StreamPace:
         self._for_each_s = LONGEST_S
         """The interval for each stream that there is."""
         self._num_pieces = 0
+        self._gaps_s = 0.0
+        """Seconds of the pieces since the last look, each from the one before of its stream."""
         self._looked_at_s, self._busy = clock.now_s(), clock.busy()
         self._due: deque[asyncio.Future[None]] = deque()
         """Streams that have a piece to send, in the order in which they came due."""
@@ -68,9 +74,11 @@ class StreamPace:
         """Seconds between two pieces of one stream, at least."""
         return max(self._shortest_s, self._num_streaming * self._for_each_s)
 
-    def sent(self) -> None:
-        """Note a piece, and every LOOK_S look at how busy the event loop was."""
+    def sent(self, gap_s: float) -> None:
+        """Note a piece, `gap_s` after the one before; every LOOK_S, look at how busy the event loop was."""
         self._num_pieces += 1
+        # a longer one was no interval: for such a time there was nothing to send, or nobody to take it
+        self._gaps_s += min(gap_s, max(LOOK_S, 2 * self.interval_s))
         wall_s = self._clock.now_s() - self._looked_at_s
         if wall_s >= LOOK_S:
             self._look(is_stale=wall_s > STALE_S)
@@ -81,10 +89,11 @@ class StreamPace:
         worked_s, waited_s = busy.worked_s - self._busy.worked_s, busy.waited_s - self._busy.waited_s
         if not is_stale:
             share = worked_s / max(wall_s - waited_s, worked_s, 1e-9)
-            for_each_s = wall_s / self._num_pieces * share / TARGET_SHARE
+            interval_s = self._gaps_s / self._num_pieces * share / TARGET_SHARE
+            for_each_s = interval_s / max(1, self._num_streaming)
             # half of it is what was before: looks differ by a step
             self._for_each_s = min((self._for_each_s + for_each_s) / 2, LONGEST_S)
-        self._looked_at_s, self._busy, self._num_pieces = now_s, busy, 0
+        self._looked_at_s, self._busy, self._num_pieces, self._gaps_s = now_s, busy, 0, 0.0
 
     def wake(self, stream: asyncio.Future[None]) -> None:
         """Have `stream` resolved in a turn of the event loop, the next one if no others are due."""

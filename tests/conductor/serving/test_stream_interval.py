@@ -75,13 +75,17 @@ class BusyClock:
         return Busy(self._share * self._loop.time() + self.pieces_s, 0.0)
 
 
-def answers(piece_s, share=0.0, tokens=250, change=lambda clock: None, **server):
+def answers(piece_s, share=0.0, tokens=250, change=lambda clock: None, num_silent=0, **server):
     """Return for each of many streams (moment, tokens, busy with pieces until then) of each piece.
 
-    A change is made to the clock after each piece.
+    A change is made to the clock after each piece. Of `num_silent` of them the client reads nothing but the
+    first, until the others have ended.
     """
+    others_ended = asyncio.Event()
+    num_read = 0
 
     async def one(dispatcher, clock, number):
+        nonlocal num_read
         asked = Request(RequestId(f"r{number}"), (number,) * 20, SamplingParams(), StopParams(tokens))
         pieces = []
         async with aclosing(dispatcher.generate(asked)) as generated:
@@ -89,6 +93,11 @@ def answers(piece_s, share=0.0, tokens=250, change=lambda clock: None, **server)
                 clock.pieces_s += clock.piece_s
                 pieces.append((clock.now_s(), len(piece.tokens), clock.pieces_s))
                 change(clock)
+                if number < num_silent:
+                    await others_ended.wait()
+        num_read += 1
+        if num_read == STREAMS - num_silent:
+            others_ended.set()
         return pieces
 
     async def scenario(loop):
@@ -136,6 +145,12 @@ def test_an_event_loop_that_pieces_would_fill_is_busy_for_its_share():
 def test_what_else_the_event_loop_does_is_taken_off_the_share_of_pieces():
     found = answers(piece_s=1.2 * STEP_S / STREAMS, share=0.3)
     assert busy_share(between(found, LOOKS_S, 1.9)) == pytest.approx(TARGET_SHARE - 0.3, rel=0.1)
+
+
+def test_clients_that_read_nothing_make_no_other_wait():
+    num_silent = STREAMS * 9 // 10
+    found = answers(piece_s=0.1 * STEP_S / STREAMS, share=0.3, num_silent=num_silent)
+    assert {count for _, count, _ in between(found[num_silent:], LOOKS_S)} == {1}
 
 
 def test_tokens_go_out_one_by_one_again_once_the_event_loop_has_time_again():

@@ -35,10 +35,11 @@ def pace_of(num_streaming, shortest_s=0.0):
     return clock, pace
 
 
-def idle_for(clock, pace, seconds, pieces=10):
+def idle_for(clock, pace, seconds, pieces=10, sending=100):
+    """Let pieces of so many streams go out in turn."""
     for _ in range(pieces):
         clock.advance(seconds / pieces)
-        pace.sent()
+        pace.sent(sending * seconds / pieces)
 
 
 def test_the_interval_is_the_longest_until_the_event_loop_was_looked_at():
@@ -70,7 +71,7 @@ def test_a_clock_that_stands_still_changes_nothing():
     clock, pace = pace_of(100)
     clock.worked_s += 1.0
     for _ in range(1_000):
-        pace.sent()
+        pace.sent(0.0)
     assert pace.interval_s == pytest.approx(100 * LONGEST_S)
 
 
@@ -85,13 +86,34 @@ def test_a_processor_that_others_have_for_half_of_the_time_is_full_at_half_of_it
     for _ in range(400):
         clock.advance(1e-3)
         clock.worked_s, clock.waited_s = clock.worked_s + 0.5e-3, clock.waited_s + 0.5e-3
-        pace.sent()
+        pace.sent(10 * 1e-3)
     assert pace.interval_s == pytest.approx(10 * LONGEST_S)
     for _ in range(20_000):
         clock.advance(1e-4)
         clock.worked_s += 0.5e-4
-        pace.sent()
+        pace.sent(10 * 1e-4)
     assert pace.interval_s == pytest.approx(10 * 1e-4 * 0.5 / TARGET_SHARE, rel=0.2)
+
+
+@pytest.mark.parametrize("silent", [0, 90, 990])
+def test_streams_that_send_nothing_slow_no_other(silent):
+    clock, pace = pace_of(10 + silent)
+    step_s, share = 0.01, 0.3
+    for _ in range(2_000):
+        gap_s = max(step_s, pace.interval_s)
+        for _ in range(10):
+            clock.advance(gap_s / 10)
+            clock.worked_s += share * gap_s / 10
+            pace.sent(gap_s)
+    assert pace.interval_s == pytest.approx(step_s * share / TARGET_SHARE)
+
+
+def test_a_stream_that_goes_on_after_a_long_time_slows_no_other():
+    clock, pace = pace_of(10)
+    clock.worked_s += 0.05
+    pace.sent(60.0)
+    idle_for(clock, pace, 1.05 * LOOK_S, pieces=1_000, sending=10)
+    assert pace.interval_s < 10 * LONGEST_S
 
 
 def woken(num_streams, cancelled=()):
