@@ -33,7 +33,7 @@ from base.clock import Clock
 from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.request import FinishReason
-from base.step_cost import LAUNCH_S, StepCost
+from base.step_cost import LAUNCH_S, StepCorrection, StepCost
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.runner import StepRunner
@@ -138,9 +138,13 @@ class EngineLoop:
     def predict_steps(self, cost: StepCost | None) -> None:
         """Budget steps by what a profile says of them; None: `chunk_tokens` alone bounds them.
 
-        A pipeline's steps overlap: what one of them takes is no gap, and none is budgeted.
+        How far a profile is off here is known of that one alone. A pipeline's steps overlap: what one of
+        them takes is no gap, and none is budgeted.
         """
-        self.scheduler.step_cost = None if self._runner.is_pipelined else cost
+        cost = None if self._runner.is_pipelined else cost
+        if cost != self.scheduler.step_cost:
+            self.scheduler.correction = StepCorrection()
+        self.scheduler.step_cost = cost
 
     def add(self, sequence: Sequence, listener: Listener, on_launch: LaunchListener | None = None) -> None:
         """Run `sequence`; call `listener` on the event loop for each step that it was in.

@@ -106,6 +106,40 @@ def test_the_first_steps_of_a_device_that_is_far_quicker_than_its_profile_are_wa
     assert decoding[40] - decoding[0] < 1.1 * 40 * 0.1 * STEP_S
 
 
+@pytest.mark.parametrize(("first", "then"), [(0.25, 1.0), (0.1, 1.0), (1.0, 0.25)])
+def test_what_was_learned_of_a_profile_is_not_held_against_the_next_one(first: float, then: float) -> None:
+    """`first` and `then` are seconds of a step, as profiles predict them, over real ones."""
+
+    def profile(slower: float) -> CostModel:
+        return CostModel(replace(COST.profile, decode_fixed_s=STEP_S * slower))
+
+    async def scenario(clock: VirtualLoop) -> list[float]:
+        pool, device = BlockPool(1_000), TimedDevice(COST, clock)
+        loop = EngineLoop(
+            device, Scheduler(pool, 16, 512, 8, 10_000), pool, clock, partial(DeviceThread, device)
+        )
+        loop.predict_steps(profile(first).step)
+        heard: list[float] = []
+        ended = asyncio.Event()
+
+        def listen(output: SequenceOutput) -> None:
+            heard.append(clock.now_s())
+            if len(heard) == 400:
+                loop.predict_steps(profile(then).step)
+            if output.finish_reason is not None:
+                ended.set()
+
+        task = asyncio.create_task(loop.run())
+        loop.add(make_sequence("decoding", [1] * 40, 600), listen)
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return [later - sooner for sooner, later in pairwise(heard[300:])]
+
+    gaps = run(scenario)
+    assert gaps == pytest.approx([STEP_S] * len(gaps), rel=0.06)
+
+
 class SlowThread(DeviceThread):
     """Takes seconds to launch a step, or one with a prompt, as where that is not captured."""
 
