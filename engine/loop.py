@@ -55,7 +55,6 @@ LATE = 1.25
 IN_TIME = LATE**-0.01
 """Factors of the time for planning and launching: by them one launch in a hundred is late, or that time is
 LAUNCH_S."""
-LONGEST_LAUNCH_S = 10.0
 
 SOON_S = 1e-6
 """Seconds that are not waited for."""
@@ -365,12 +364,14 @@ class EngineLoop:
 
         Launching a step that is not captured may take longer than the one under way, which then has ended
         before the thread waits for it: as predicted, if that is sooner than it landed. Then the one after is
-        planned sooner from now on."""
+        planned sooner from now on, unless it was planned at once."""
         now_s, began_s = self._clock.now_s(), self._began_at_s(flight)
         predicted_s = self.scheduler.predicted_s(flight.plan)
         was_waited_for = now_s - flight.asked_at_s > WAITED_S
-        launch_s = self._launch_s * (IN_TIME if was_waited_for else LATE)
-        self._launch_s = min(max(LAUNCH_S, launch_s), LONGEST_LAUNCH_S)
+        if was_waited_for:
+            self._launch_s = max(LAUNCH_S, self._launch_s * IN_TIME)
+        elif flight.next_planned_at_s is not None and flight.next_planned_at_s > began_s:
+            self._launch_s *= LATE
         is_measured = was_waited_for or not 0.0 < predicted_s < now_s - began_s
         self._ended_at_s = now_s if is_measured else began_s + predicted_s
         return self._ended_at_s - began_s, is_measured

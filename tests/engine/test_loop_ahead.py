@@ -145,7 +145,7 @@ class SlowThread(DeviceThread):
 
     def __init__(self, prompt_s: float, other_s: float, device: TimedDevice, name: str) -> None:
         super().__init__(device, name)
-        self._prompt_s, self._other_s = prompt_s, other_s
+        self._prompt_s, self.other_s = prompt_s, other_s
         self._free_at_s = 0.0
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **more: Any) -> Future[T]:
@@ -153,7 +153,7 @@ class SlowThread(DeviceThread):
         begins_s = max(loop.time(), self._free_at_s)
         if args and isinstance(args[0], StepPlan):
             has_prompt = args[0].has_chunks
-            self._free_at_s = begins_s + (self._prompt_s if has_prompt else self._other_s)
+            self._free_at_s = begins_s + (self._prompt_s if has_prompt else self.other_s)
 
         def begin() -> None:
             done = super(SlowThread, self).submit(fn, *args, **more)
@@ -223,3 +223,45 @@ def test_steps_are_planned_sooner_where_launching_takes_longer() -> None:
     assert sum(waited[1:60]) > 0.01, "all were launched in time"
     assert sum(waited[60:]) < 0.01 * STEP_S * len(waited[60:])
     assert sum(each > 0 for each in waited[60:]) <= 0.03 * len(waited)
+
+
+def test_a_host_that_was_slow_for_a_second_plans_late_again_soon() -> None:
+    async def scenario(clock: VirtualLoop) -> list[float]:
+        pool, device = BlockPool(10_000), TimedDevice(COST, clock)
+        threads: list[SlowThread] = []
+
+        def thread(name: str) -> SlowThread:
+            threads.append(SlowThread(0.0, 0.0, device, name))
+            return threads[-1]
+
+        loop = EngineLoop(device, Scheduler(pool, 16, 4096, 8, 10_000), pool, clock, thread)
+        loop.predict_steps(COST.step)
+        ended = asyncio.Event()
+        num_heard, waited = 0, list[float]()
+
+        def join() -> None:
+            came_at_s = clock.now_s()
+            sequence = make_sequence(str(num_heard), [num_heard] * 40, 1)
+            loop.add(sequence, lambda _: waited.append(clock.now_s() - came_at_s))
+
+        def listen(output: SequenceOutput) -> None:
+            nonlocal num_heard
+            num_heard += 1
+            for each in threads:
+                each.other_s = 1.25 * STEP_S if 100 <= num_heard < 150 else 0.0
+            if num_heard in (90, 160, 1_150):
+                clock.call_later(0.25 * STEP_S, join)
+            if output.finish_reason is not None:
+                ended.set()
+
+        task = asyncio.create_task(loop.run())
+        loop.add(make_sequence("decoding", [1] * 40, 1_160), listen)
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return waited
+
+    before_s, soon_after_s, after_s = run(scenario)
+    assert before_s < 2 * STEP_S
+    assert soon_after_s > 2.5 * STEP_S, "planned at once"
+    assert after_s < 2 * STEP_S
