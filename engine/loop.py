@@ -80,6 +80,8 @@ class _Flight:
     """When a thread began to wait for it."""
     next_planned_at_s: float | None = None
     """When the step after it is planned, once nothing is under way before it."""
+    left_s: float = 0.0
+    """Seconds until then, as they were when that was last asked; 0: it was time."""
 
     def begins(self, now_s: float) -> None:
         """Note that the device begins with it."""
@@ -220,7 +222,8 @@ class EngineLoop:
         last = self._flights[-1]
         if last.landing is not None:
             return None
-        if self._until_planned_s(last) > 0:
+        last.left_s = self._until_planned_s(last)
+        if last.left_s > 0:
             return None
         return self.scheduler.schedule_ahead(last.plan, self._began_at_s(last))
 
@@ -232,8 +235,6 @@ class EngineLoop:
         """Return the seconds until the step after the first in flight is planned; 0: it is time.
 
         Until then the device thread waits for nothing: it has to launch that one."""
-        if len(self._flights) == self._runner.max_steps or self._runner.is_pipelined:
-            return 0.0
         if first.next_planned_at_s is None:
             after_s = self.scheduler.planned_after_s(first.plan, self._launch_s)
             first.next_planned_at_s = self._began_at_s(first) + after_s
@@ -285,8 +286,9 @@ class EngineLoop:
         """Return when a step has landed, or something changed so that another step may be planned."""
         self._changed.clear()
         first = self._flights[0] if self._flights else None
-        if first is not None and first.landing is None and (left_s := self._until_planned_s(first)) > 0:
-            await self._changed_within(left_s)
+        # as it was when no step was planned: had the time come since, the device would wait for the next
+        if first is not None and first.landing is None and first.left_s > 0:
+            await self._changed_within(first.left_s)
             return
         if first is not None and first.landing is None:
             first.landing = self._wait_in(waiting, first)

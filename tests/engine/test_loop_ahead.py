@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from base.clock import Busy
 from base.step_cost import LAUNCH_S, LAUNCH_SHARE
 from bench.timed_node import DeviceThread, TimedDevice
 from bench.virtual_loop import VirtualLoop, run
@@ -265,3 +266,68 @@ def test_a_host_that_was_slow_for_a_second_plans_late_again_soon() -> None:
     assert before_s < 2 * STEP_S
     assert soon_after_s > 2.5 * STEP_S, "planned at once"
     assert after_s < 2 * STEP_S
+
+
+class SlowReader:
+    """A clock on which time passes between two readings, once it is told so, but for the first of them."""
+
+    READING_S = 5e-6
+
+    def __init__(self, clock: VirtualLoop) -> None:
+        self._clock = clock
+        self._later_s = 0.0
+        self.is_told = False
+
+    def now_s(self) -> float:
+        now_s = self._clock.now_s() + self._later_s
+        if self.is_told:
+            self._later_s = self.READING_S
+        return now_s
+
+    def busy(self) -> Busy:
+        return self._clock.busy()
+
+
+class NotingDevice(TimedDevice):
+    """Notes when steps are launched."""
+
+    def __init__(self, cost: CostModel, clock: VirtualLoop) -> None:
+        super().__init__(cost, clock)
+        self.launched_at_s: list[float] = []
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self.launched_at_s.append(self._clock.now_s())
+        return super().launch(plan)
+
+
+def launched_at_s(changes_at_s: float | None) -> list[float]:
+    """Return when the steps of a sequence that decodes were launched, if a block comes free at a moment."""
+
+    async def scenario(clock: VirtualLoop) -> list[float]:
+        pool, device, reader = BlockPool(1_000), NotingDevice(COST, clock), SlowReader(clock)
+        scheduler = Scheduler(pool, 16, 512, 8, 10_000)
+        loop = EngineLoop(device, scheduler, pool, reader, partial(DeviceThread, device))
+        loop.predict_steps(COST.step)
+        ended = asyncio.Event()
+
+        def change() -> None:
+            pool.release(pool.allocate(1))
+            reader.is_told = True
+
+        if changes_at_s is not None:
+            clock.call_at(changes_at_s, change)
+        task = asyncio.create_task(loop.run())
+        sequence = make_sequence("decoding", [1] * 40, 60)
+        loop.add(sequence, lambda output: ended.set() if output.finish_reason else None)
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return device.launched_at_s
+
+    return run(scenario)
+
+
+def test_a_step_is_planned_though_its_time_comes_while_the_loop_looks_whether_it_has() -> None:
+    undisturbed = launched_at_s(None)
+    disturbed = launched_at_s(undisturbed[50] - 0.6 * SlowReader.READING_S)
+    assert disturbed[49:52] == pytest.approx(undisturbed[49:52], abs=1e-4)
