@@ -195,8 +195,8 @@ class Scheduler:
         return _plan(entries, self._swap_space.take_planned()) if entries else None
 
     def planned_after_s(self, plan: StepPlan, launch_s: float = LAUNCH_S) -> float:
-        """Return the seconds of `plan` after which to ask `schedule_ahead`, given those of a launch."""
-        if self.step_cost is None:
+        """Return the seconds of `plan` after which to ask `schedule_ahead`; 0: nobody predicts its moves."""
+        if self.step_cost is None or not plan.entries:
             return 0.0
         expected_s = predicted_step_s(plan, self.step_cost)
         return self.correction.planned_after_s(plan.has_chunks, expected_s, launch_s)

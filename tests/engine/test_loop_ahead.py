@@ -21,6 +21,7 @@ from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import LaunchedStep, SequenceOutput, StepPlan
+from engine.swap_space import SwapSpace
 from tests.engine.builders import make_sequence
 
 T = TypeVar("T")
@@ -331,3 +332,51 @@ def test_a_step_is_planned_though_its_time_comes_while_the_loop_looks_whether_it
     undisturbed = launched_at_s(None)
     disturbed = launched_at_s(undisturbed[50] - 0.6 * SlowReader.READING_S)
     assert disturbed[49:52] == pytest.approx(undisturbed[49:52], abs=1e-4)
+
+
+class MovingDevice(IdleDevice):
+    """Takes a millisecond for a step that only moves blocks, and notes how long it had nothing to do then."""
+
+    def __init__(self, cost: CostModel, clock: VirtualLoop) -> None:
+        super().__init__(cost, clock, launch_s=0.0)
+        self.idle_after_moves_s: list[float] = []
+        self._only_moved = False
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        launched = super().launch(plan)
+        if self._only_moved:
+            self.idle_after_moves_s.append(self.idle_s[-1])
+        self._only_moved = not plan.entries
+        return launched
+
+    def _seconds(self, plan: StepPlan) -> float:
+        return super()._seconds(plan) if plan.entries else 0.001
+
+
+def test_a_device_does_not_wait_after_a_step_that_only_moves_blocks() -> None:
+    async def scenario(clock: VirtualLoop) -> list[float]:
+        pool, device = BlockPool(20), MovingDevice(COST, clock)
+        scheduler = Scheduler(pool, 4, 512, 8, 10_000, swap_space=SwapSpace(200, 1e-6))
+        loop = EngineLoop(device, scheduler, pool, clock, partial(DeviceThread, device))
+        loop.predict_steps(COST.step)
+        running, ended = 4, asyncio.Event()
+
+        def listen(output: SequenceOutput) -> None:
+            nonlocal running
+            if output.finish_reason is not None:
+                loop.release(output.sequence)
+                running -= 1
+                if not running:
+                    ended.set()
+
+        task = asyncio.create_task(loop.run())
+        for number in range(running):
+            loop.add(make_sequence(str(number), [number] * 6, 60), listen)
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return device.idle_after_moves_s
+
+    waited = run(scenario)
+    assert len(waited) >= 3
+    assert max(waited) < 1e-6
