@@ -71,8 +71,7 @@ class _Flight:
 
     plan: StepPlan
     sequences: frozenset[Sequence]
-    wait: Callable[[], StepResult]
-    """Blocks until the step has ended; runs on the device thread."""
+    launched: Future[LaunchedStep]
     launched_at_s: float
     landing: asyncio.Future[StepResult] | None = None
     """The result, once it is waited for."""
@@ -82,6 +81,20 @@ class _Flight:
     """When the step after it is planned, once nothing is under way before it."""
     left_s: float = 0.0
     """Seconds until then, as they were when that was last asked; 0: it was time."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it could not be launched."""
+        launched = self.launched
+        return launched.done() and not launched.cancelled() and launched.exception() is not None
+
+    def wait(self) -> StepResult:
+        """Return its result when it has ended; runs on the device thread."""
+        try:
+            return self.launched.result().resolve()
+        except (StopIteration, asyncio.CancelledError, CancelledError) as error:
+            # No future of asyncio takes the first; the others in one say that nobody waits for it.
+            raise RuntimeError(f"a step ended with {type(error).__name__}") from error
 
     def begins(self, now_s: float) -> None:
         """Note that the device begins with it."""
@@ -220,7 +233,7 @@ class EngineLoop:
             return self.scheduler.schedule(self._clock.now_s())
         # Once the device thread waits for a step, it launches nothing before that has ended.
         last = self._flights[-1]
-        if last.landing is not None:
+        if last.landing is not None or last.has_failed:
             return None
         last.left_s = self._until_planned_s(last)
         if last.left_s > 0:
@@ -245,30 +258,19 @@ class EngineLoop:
         self._stalled_at_s = None
         now_s = self._clock.now_s()
         sequences = frozenset(entry.sequence for entry in plan.entries)
-        flight = _Flight(plan, sequences, self._begun(thread, plan), now_s)
+        launched = thread.submit(self._runner.launch, plan)
+        self._listen(plan, launched)
+        flight = _Flight(plan, sequences, launched, now_s)
         self._flights.append(flight)
         if len(self._flights) == 1 or self._runner.is_pipelined:
             flight.begins(now_s)
 
-    def _begun(self, thread: Executor, plan: StepPlan) -> Callable[[], StepResult]:
-        """Launch a step, and return what waits for its result."""
-        launched = thread.submit(self._runner.launch, plan)
-        self._listen(plan, launched)
-
-        def wait() -> StepResult:
-            try:
-                return launched.result().resolve()
-            except (StopIteration, asyncio.CancelledError, CancelledError) as error:
-                # No future of asyncio takes the first; the others in one say that nobody waits for it.
-                raise RuntimeError(f"a step ended with {type(error).__name__}") from error
-
-        return wait
-
     def _listen(self, plan: StepPlan, launched: Future[LaunchedStep]) -> None:
-        """Have the plan's launch listeners called, on the event loop, once it is launched."""
+        """Have the plan's launch listeners called, on the event loop, once it is launched.
+
+        Of one that cannot be launched the loop knows at once: none is planned to follow it."""
         # Blocks that a step moves in are there when it has ended.
-        if plan.swaps or not any(entry.sequence in self._launch_listeners for entry in plan.entries):
-            return
+        is_heard = not plan.swaps and any(entry.sequence in self._launch_listeners for entry in plan.entries)
         loop = asyncio.get_running_loop()
 
         def notify() -> None:
@@ -277,7 +279,11 @@ class EngineLoop:
                     listener(LaunchedChunk(entry, launched.result().layer_groups))
 
         def on_done(done: Future[LaunchedStep]) -> None:
-            if not done.cancelled() and done.exception() is None:
+            if done.cancelled():
+                return
+            if done.exception() is not None:
+                loop.call_soon_threadsafe(self._changed.set)
+            elif is_heard:
                 loop.call_soon_threadsafe(notify)
 
         launched.add_done_callback(on_done)
@@ -287,7 +293,7 @@ class EngineLoop:
         self._changed.clear()
         first = self._flights[0] if self._flights else None
         # as it was when no step was planned: had the time come since, the device would wait for the next
-        if first is not None and first.landing is None and first.left_s > 0:
+        if first is not None and first.landing is None and first.left_s > 0 and not first.has_failed:
             await self._changed_within(first.left_s)
             return
         if first is not None and first.landing is None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from base.clock import Busy
+from base.request import FinishReason
 from base.step_cost import LAUNCH_S, LAUNCH_SHARE
 from bench.timed_node import DeviceThread, TimedDevice
 from bench.virtual_loop import VirtualLoop, run
@@ -380,3 +381,51 @@ def test_a_device_does_not_wait_after_a_step_that_only_moves_blocks() -> None:
     waited = run(scenario)
     assert len(waited) >= 3
     assert max(waited) < 1e-6
+
+
+class FailingThread(DeviceThread):
+    """Cannot launch the step of a number."""
+
+    def __init__(self, number: int, device: TimedDevice, name: str) -> None:
+        super().__init__(device, name)
+        self._number = number
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **more: Any) -> Future[T]:
+        self._number -= bool(args)
+        outcome = Future[T]()
+        try:
+            if args and not self._number:
+                raise ValueError("there is no memory for it")
+            return super().submit(fn, *args, **more)
+        except ValueError as error:
+            outcome.set_exception(error)
+        return outcome
+
+
+def test_of_a_step_that_cannot_be_launched_its_sequences_know_when_the_one_before_has_ended() -> None:
+    async def scenario(clock: VirtualLoop) -> tuple[list[float], list[int]]:
+        pool, device = BlockPool(1_000), IdleDevice(COST, clock, 0.0)
+        scheduler = Scheduler(pool, 16, 512, 8, 10_000)
+        loop = EngineLoop(device, scheduler, pool, clock, partial(FailingThread, 50, device))
+        loop.predict_steps(COST.step)
+        heard: list[tuple[float, int]] = []
+        ended, joined = asyncio.Event(), asyncio.Event()
+
+        def listen(output: SequenceOutput) -> None:
+            heard.append((clock.now_s(), len(device.idle_s)))
+            if output.finish_reason is not None:
+                assert output.finish_reason is FinishReason.ERROR
+                ended.set()
+
+        task = asyncio.create_task(loop.run())
+        loop.add(make_sequence("decoding", [1] * 40, 60), listen)
+        await ended.wait()
+        loop.add(make_sequence("joining", [2] * 40, 1), lambda _: joined.set())
+        await joined.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return [at_s for at_s, _ in heard], [launched for _, launched in heard]
+
+    at_s, launched = run(scenario)
+    assert at_s[-1] - at_s[-2] < 1e-6
+    assert launched[-1] == 49, "nothing was to follow it"
