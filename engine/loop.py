@@ -350,6 +350,7 @@ class EngineLoop:
         if error := landing.exception():
             if not isinstance(error, Exception):
                 raise error
+            self._ended_at_s = self._clock.now_s()
             outputs = self._failed(flight.plan, error)
         else:
             seconds, is_measured = self._seconds_of(flight)
