@@ -226,8 +226,9 @@ def _errors(found: Recorded, profile: Profile) -> dict[str, dict[str, float]]:
     """Simulate all of a round; return how its undisturbed requests compare."""
     outcomes = simulated(found.live, profile).outcomes
     live = replace(found.live, served=[found.live.served[at] for at in sorted(found.kept)])
-    numbers = found.live.numbers()
-    measures = compared(live, _only(outcomes, frozenset(numbers[at] for at in found.kept)))
+    places = {made.asked.request_id: place for place, (made, _) in enumerate(found.live.arrivals())}
+    kept = frozenset(places[request.made.asked.request_id] for request in live.served)
+    measures = compared(live, _only(outcomes, kept))
     print(f"{profile.name}\n{aligned(comparison_rows(live, measures))}", flush=True)
     return {
         each.name: {"live": each.live, "simulated": each.simulated, "error": each.error} for each in measures

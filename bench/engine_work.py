@@ -11,15 +11,25 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from base.block_hash import BlockHash
 from base.lifetime import spare_collector
 from base.request import RequestId, SamplingParams, StopParams
 from engine.build import Engine
+from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 ROOT = BlockHash(bytes(16))
+
+
+def randomize(cache: PagedCache) -> None:
+    """Fill all blocks with random numbers: a GPU multiplies zeros faster."""
+    for field in cache.layout.fields:
+        for rows in cache.field(field.name).unbind(1):
+            rows.copy_(torch.randn(rows.shape, dtype=torch.bfloat16, device=rows.device))
 
 
 class Prompts:
@@ -64,8 +74,8 @@ class Driver:
         self._engine = engine
         self._prompts = prompts
         spare_collector()
-        # What a sequence finds in blocks that count as computed; a GPU multiplies zeros faster.
-        engine.cache.randomize()
+        # what a sequence finds in blocks that count as computed
+        randomize(engine.cache)
         self._steps = asyncio.create_task(engine.loop.run())
 
     async def close(self) -> None:

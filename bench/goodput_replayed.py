@@ -21,6 +21,7 @@ import numpy as np
 
 from base.config import SchedulerConfig
 from base.request import Slo
+from bench.gap_counts import GapCounts
 from bench.goodput import copy_of, goodput, load_at
 from bench.shapes import Shape, parse_shape
 from bench.workload import trace_at
@@ -70,9 +71,9 @@ def shape_of(result: dict[str, Any], name: str) -> Shape:
 
 
 def replayed(
-    shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None, follows_load: bool = False
+    shape: Shape, trace: Trace, profile: Profile, slo: Slo | None, follows_load: bool, gaps: GapCounts
 ) -> Outcomes:
-    """Simulate a load as the service has it. `slo`: what each request names; None: nothing."""
+    """Simulate a load as the service has it; its gaps come to `gaps`. `slo`: what each request names."""
     service = SchedulerConfig(roles="follow" if follows_load else "fixed")
     options = ClusterOptions(
         shape.prefill,
@@ -85,7 +86,7 @@ def replayed(
         slo=slo or UNBOUNDED,
         chunk_tokens=shape.chunk_tokens,
         step_budgets=shape.has_budgets,
-        counts_gaps=True,
+        on_gaps=gaps.add,
     )
     return simulate(Plan(trace, CostModel(profile), options)).outcomes
 
@@ -97,12 +98,14 @@ def compared(
     figures = tried["figures"]
     num_requests = figures["completed"] + figures["failed"]
     slo = Slo(result["slo"]["ttft_s"], result["slo"]["tpot_s"]) if "slo" in result else None
+    gaps = GapCounts()
     outcomes = replayed(
         shape,
         trace_of(result, tried["rate"], num_requests, trace),
         profile,
         slo,
         result.get("follows_load", False),
+        gaps,
     )
     ttft_ms = sorted(1e3 * value for value in outcomes.ttft_s)
     tpot_ms = sorted(1e3 * value for value in outcomes.mean_tbt_s)
@@ -118,7 +121,7 @@ def compared(
         "p99_ttft_ms": _ranked(ttft_ms, 99),
         "median_tpot_ms": statistics.median(tpot_ms),
         "p99_tpot_ms": _ranked(tpot_ms, 99),
-        "p99_itl_ms": 1e3 * _p99_gap_s(outcomes),
+        "p99_itl_ms": 1e3 * gaps.percentile_s(99),
     }
     return {
         "shape": shape.name,
@@ -126,12 +129,6 @@ def compared(
         **{name: (figures[name], value) for name, value in said.items() if name in figures},
         "shares": (tried["shares"], shares),
     }
-
-
-def _p99_gap_s(outcomes: Outcomes) -> float:
-    """Return the gap between two tokens that one of a hundred is longer than, of all requests together."""
-    assert outcomes.gaps is not None, "they were asked for"
-    return outcomes.gaps.percentile_s(99)
 
 
 def _ranked(ordered: list[float], percent: int) -> float:

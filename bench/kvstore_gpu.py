@@ -28,6 +28,7 @@ from base.clock import SystemClock
 from base.config import GIB, TransferConfig
 from base.kv_layout import head_layout
 from bench.about_run import about_run
+from bench.engine_work import randomize
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from kvstore.hosting import HostedStore, hosted_store
@@ -105,7 +106,7 @@ def fresh_chain() -> list[BlockHash]:
 async def measure(rounds: int) -> dict[str, object]:
     """Return GB/s of both ways, bare and by the store: medians over the rounds."""
     cache = PagedCache(LAYOUT, NUM_BLOCKS, torch.device("cuda", 0))
-    cache.randomize()
+    randomize(cache)
     torch.cuda.synchronize()
     config = TransferConfig(transports=("cuda_ipc", "shm", "tcp"))
     settings = StoreProcess("node", LAYOUT.block_bytes, POOL_GIB, policy="lru", transfer=config)

@@ -56,7 +56,11 @@ def profile_from_run(run: LiveRun, name: str) -> Profile:
 def prefill_points(served: Sequence[LiveRequest]) -> list[Measured]:
     """Return each prefill: tokens computed, tokens of prefix, seconds."""
     return [
-        Measured(request.prefill_new_tokens, request.cached_tokens, request.actual.compute_s)
+        Measured(
+            request.made.asked.num_tokens - request.cached_tokens,
+            request.cached_tokens,
+            request.actual.compute_s,
+        )
         for request in served
         if request.actual.compute_s
     ]

@@ -137,7 +137,7 @@ def profile_from_steps(
         ],
         [max(SHORTEST_S, step.seconds - context_s * step.context_tokens) for step in chunked],
     )
-    known, capacity_tokens = run.shared.profile, run.capacity_tokens()
+    known, smallest_tokens = run.shared.profile, capacity_tokens(run)
     return dataclasses.replace(
         known,
         name=name,
@@ -158,14 +158,20 @@ def profile_from_steps(
         long_chunk_tokens=0,
         # a hand-off shows one layer of its fixed seconds
         transfer_fixed_s=known.num_layers * max(0.0, fmean(map(_outside_s, run.served))),
-        device_kv_tokens=capacity_tokens,
+        device_kv_tokens=smallest_tokens,
         # what is found again is in the paged cache: a node with a store has more
-        host_kv_tokens=capacity_tokens,
+        host_kv_tokens=smallest_tokens,
         dispatch_s=0.0,
         dispatch_token_s=0.0,
         fitted_tokens=max(each.made.asked.num_tokens + each.actual.num_output_tokens for each in run.served),
         evidence=Evidence(device="see the cluster's own"),
     )
+
+
+def capacity_tokens(run: LiveRun) -> int:
+    """Return the tokens of KV that the smallest node has room for; raises ConfigError as `LiveRun.nodes`."""
+    run.nodes()
+    return min(node.capacity_tokens for made in run.decisions for node in made.seen.nodes or ())
 
 
 def _outside_s(request: LiveRequest) -> float:

@@ -33,6 +33,7 @@ from base.clock import wall_clock_s
 from base.config import SchedulerConfig
 from base.request import Slo
 from bench.about_run import current_commit
+from bench.gap_counts import GapCounts
 from bench.shapes import Shape, parse_shape
 from conductor.placing.cost_model import CostModel
 from conductor.placing.prefill_policies import scheduler_settings
@@ -89,7 +90,7 @@ class Found:
     ttft_s: tuple[float, float, float]
     """Half, 90 and 99 of a hundred are sooner."""
     gap_s: tuple[float, float, float]
-    """The same of gaps, to a quarter of a hundredth (`conductor/replay/gap_counts.py`)."""
+    """The same of gaps, to a quarter of a hundredth (`bench/gap_counts.py`)."""
 
 
 def alike(input_tokens: int, output_tokens: int, seconds: float) -> Load:
@@ -162,8 +163,9 @@ def run(
     reject: RejectPolicy = RejectPolicy.NONE,
     longest_gap_s: float = inf,
     max_batch: float = inf,
+    gaps: GapCounts | None = None,
 ) -> Outcomes:
-    """Serve a trace on the nodes of a shape; each request names its bounds."""
+    """Serve a trace on the nodes of a shape; each request names its bounds, and its gaps come to `gaps`."""
     has_chunk = "@" in shape.name
     roles = "follow" if shape.decode and not has_chunk else "fixed"
     options = ClusterOptions(
@@ -176,16 +178,15 @@ def run(
         step_budgets=shape.has_budgets,
         slo=Slo(TTFT_S, bound_s, longest_gap_s),
         max_batch=max_batch,
-        counts_gaps=True,
+        on_gaps=gaps.add if gaps is not None else None,
         decode_caches=True,
     )
     return simulate(Plan(trace, cost, options)).outcomes
 
 
-def found_in(outcomes: Outcomes, bound_s: float) -> Found:
+def found_in(outcomes: Outcomes, gaps: GapCounts, bound_s: float) -> Found:
     """Return what a run comes to by one bound."""
-    assert outcomes.gaps is not None, "they were asked for"
-    gap_s = outcomes.gaps.percentile_s
+    gap_s = gaps.percentile_s
     ttft_s = [float(np.percentile(outcomes.ttft_s or [0.0], percent)) for percent in (50, 90, 99)]
     return Found(
         outcomes.served_share_within(TTFT_S, bound_s),
@@ -237,12 +238,13 @@ def rows_of(
     known: dict[tuple[str, float], list[Found]] = {}
 
     def serve(shape: Shape, bound_s: float, rate: float) -> Found:
+        gaps = GapCounts()
         if "@" not in shape.name:
-            return found_in(run(shape, load(rate), cost, bound_s), bound_s)
+            return found_in(run(shape, load(rate), cost, bound_s, gaps=gaps), gaps, bound_s)
         # whole chunks are what they are, whatever the bounds
         if (shape.name, rate) not in known:
-            outcomes = run(shape, load(rate), cost, bound_s)
-            known[shape.name, rate] = [found_in(outcomes, bound) for bound in BOUNDS_S]
+            outcomes = run(shape, load(rate), cost, bound_s, gaps=gaps)
+            known[shape.name, rate] = [found_in(outcomes, gaps, bound) for bound in BOUNDS_S]
         return known[shape.name, rate][BOUNDS_S.index(bound_s)]
 
     for bound_s in BOUNDS_S:
@@ -338,7 +340,9 @@ def _rows_of_load(
     elif name == "burst":
         for bound_s in BOUNDS_S:
             for shape in map(parse_shape, shapes):
-                found = found_in(run(shape, burst(8.0), cost, bound_s, RejectPolicy.PREDICT), bound_s)
+                gaps = GapCounts()
+                outcomes = run(shape, burst(8.0), cost, bound_s, RejectPolicy.PREDICT, gaps=gaps)
+                found = found_in(outcomes, gaps, bound_s)
                 yield _row(name, shape, bound_s, found.share, found)
     elif name == "conversation":
         trace = read_trace(options.trace)

@@ -201,7 +201,8 @@ def _rebuilt_session(first: TraceRequest, trace: Trace, stride: int) -> LoadRequ
             max(1, row.output_tokens * stride // trace.block_size),
             turn,
             tuple(_rebuilt_session(fork, trace, stride) for fork in row.forks),
-            trace.keeps_answers,
+            # its prompts begin with the prompt before them and its answer
+            trace.format == "aiperf",
         )
     assert turn is not None
     return turn

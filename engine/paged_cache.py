@@ -62,12 +62,6 @@ class PagedCache:
         shape, strides = key.shape, key.stride()
         return key.as_strided((*shape[:2], 2, *shape[2:]), (*strides[:2], step, *strides[2:]))
 
-    def randomize(self) -> None:
-        """Fill all blocks with random numbers, to be measured: a GPU multiplies zeros faster."""
-        for field in self.layout.fields:
-            for rows in self.field(field.name).unbind(1):
-                rows.copy_(torch.randn(rows.shape, dtype=torch.bfloat16, device=rows.device))
-
     def block_bytes_view(self, block_id: int) -> memoryview:
         """Return the bytes of one block of a CPU cache, writable, without a copy."""
         assert self._bytes is not None, "a block on a GPU has no host bytes"

@@ -22,7 +22,8 @@ from math import exp, log
 from pathlib import Path
 from random import Random
 
-from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest, write_trace
+from bench.trace_file import write_trace
+from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ from conductor.replay.block_cache import make_cache
 from conductor.replay.cluster_options import ClusterOptions, NodeSpec
 from conductor.replay.events import Events
 from conductor.replay.faults import NodeFault
-from conductor.replay.gap_counts import GapCounts
 from conductor.replay.links import Flow, Links
 from conductor.replay.load_reports import LoadReports
 from conductor.replay.outcome import Outcomes, worst_gaps_s
@@ -62,7 +61,6 @@ class SimCluster:
         predicted_by = options.predicted_by(cost.profile)
         self._cost = cost if predicted_by is cost.profile else CostModel(predicted_by)
         self.outcomes = Outcomes(options.block_size, options.node_profile(cost.profile))
-        self.outcomes.gaps = GapCounts() if options.counts_gaps else None
         self.now_s = 0.0
         self._events = Events()
         self._at = self._events.at
@@ -453,6 +451,8 @@ class SimCluster:
         self._conductors[request.conductor].ended(request, now_s, request.tokens_left)
         placement = request.placement
         tbt_s = worst_gaps_s(request.gaps, max(0, request.output_tokens - 1))
+        if self.options.on_gaps is not None:
+            self.options.on_gaps(request.gaps)
         self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
         self._next_turn(request)
 

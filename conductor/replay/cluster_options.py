@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -15,6 +16,7 @@ from conductor.placing.retries import MAX_ATTEMPTS
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.faults import NodeFault
 from conductor.replay.pipeline import grouped
+from conductor.replay.sim_request import Segment
 
 DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens
 """Tokens of a step, where nothing else is said."""
@@ -98,8 +100,8 @@ class ClusterOptions:
     """Whether steps take of prompts what those who decode in them can wait for; False: whole chunks."""
     max_batch: float = inf
     """Sequences in one step of a node, at most."""
-    counts_gaps: bool = False
-    """Whether outcomes have the gaps between tokens, all requests' together."""
+    on_gaps: Callable[[Sequence[Segment]], None] | None = None
+    """Notified of the gaps between the tokens of each request that completed."""
 
     @property
     def is_colocated(self) -> bool:

@@ -51,11 +51,6 @@ class LiveRequest:
     actual: Actual
 
     @property
-    def prefill_new_tokens(self) -> int:
-        """Tokens of the prompt that were computed."""
-        return self.made.asked.num_tokens - self.cached_tokens
-
-    @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were found in a cache."""
         return self.actual.num_cached_tokens or 0
@@ -86,11 +81,6 @@ class LiveRun:
         roles = [(node.prefills, node.decodes) for node in max(seen, key=len)]
         return roles.count((True, False)), roles.count((False, True)), roles.count((True, True))
 
-    def capacity_tokens(self) -> int:
-        """Return the tokens of KV that the smallest node has room for; raises ConfigError as `nodes`."""
-        self.nodes()
-        return min(node.capacity_tokens for made in self.decisions for node in made.seen.nodes or ())
-
     def arrivals(self) -> list[tuple[Decision, int]]:
         """Return what was asked, by arrival, with the output of each: the mean where it was refused."""
         mean = max(1, round(fmean(request.actual.num_output_tokens for request in self.served)))
@@ -116,11 +106,6 @@ class LiveRun:
             for made, output_tokens in asked
         ]
         return Trace("live", self.served[0].made.seen.block_size, rows)
-
-    def numbers(self) -> list[int]:
-        """Return the place of each served request in the trace."""
-        places = {made.asked.request_id: place for place, (made, _) in enumerate(self.arrivals())}
-        return [places[request.made.asked.request_id] for request in self.served]
 
 
 def read_run(path: Path) -> LiveRun:

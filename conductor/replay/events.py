@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
-from math import inf
 from typing import Any
 
 
@@ -30,11 +29,6 @@ class Events:
             heappush(self.moments, moment_s)
         else:
             due.append((call, arguments))
-
-    @property
-    def next_s(self) -> float:
-        """The moment of the next; infinity: there is none."""
-        return self.moments[0] if self.moments else inf
 
     def run_next(self) -> None:
         """Make all happen that is due at the next moment, what it schedules for that moment too."""

@@ -49,11 +49,6 @@ class SimLink:
     def __post_init__(self) -> None:
         self.left = self.capacity
 
-    @property
-    def flows(self) -> list[Flow]:
-        """All that use it."""
-        return [flow for lane in self.lanes.values() for flow in lane.flows]
-
 
 @dataclass(slots=True, eq=False)
 class Flow:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from base.request import Slo
 from conductor.placing.profile import Profile
-from conductor.replay.gap_counts import GapCounts
 from conductor.replay.sim_request import Segment, SimRequest
 
 # The paper's TBT of a request: the mean of its longest tenth of token gaps.
@@ -60,8 +59,6 @@ class Outcomes:
         self.mean_tbt_s = array("d")
         self.prefill_node: list[str] = []
         self.decode_node: list[str] = []
-        self.gaps: GapCounts | None = None
-        """Gaps between the tokens of all requests that completed; None: nobody wants them."""
 
     def rejected(self, request: SimRequest, reason: str, wasted_prefill_s: float) -> None:
         """A request was refused; `wasted_prefill_s` had been spent on it."""
@@ -89,8 +86,6 @@ class Outcomes:
         self.queue_s.append(request.started_at_s - arrival_s)
         self.prefill_node.append(prefill_node)
         self.decode_node.append(decode_node)
-        if self.gaps is not None:
-            self.gaps.add(request.gaps)
 
     def dispatch_s(self, prompt_tokens: int) -> float:
         """Return the seconds by which a client has its answer later than the nodes made it."""

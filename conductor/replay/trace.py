@@ -10,10 +10,8 @@ from __future__ import annotations
 import gzip
 import heapq
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -100,11 +98,6 @@ class Trace:
             each.num_tokens + each.output_tokens for first in self.requests for each in every_request(first)
         )
 
-    @property
-    def keeps_answers(self) -> bool:
-        """Whether each turn's prompt begins with the prompt before it and its answer."""
-        return self.format == "aiperf"
-
 
 def turns(request: TraceRequest) -> list[TraceRequest]:
     """Return a request and the turns that follow it, without what forks from them."""
@@ -132,37 +125,6 @@ def linked(session: Sequence[TraceRequest]) -> TraceRequest:
         following = request._replace(next_turn=following)
     assert following is not None, "a session has a request"
     return following
-
-
-def write_trace(trace: Trace, path: Path) -> None:
-    """Write what `read_trace` reads, header included: rows that are whole prompts.
-
-    Raises:
-        ValueError: the trace has subagents, which this format has no row for.
-    """
-    with open_trace(path, "w") as file:
-        file.write(json.dumps({"block_size": trace.block_size, "format": "mooncake"}) + "\n")
-        for number, first in enumerate(trace.requests):
-            session = turns(first)
-            for turn, request in enumerate(session):
-                if request.forks:
-                    raise ValueError(f"{trace.name}: subagents cannot be written")
-                row: dict[str, object] = {"session_id": str(number)} if len(session) > 1 else {}
-                row["delay_ms" if turn else "timestamp"] = round(request.arrival_s * 1000)
-                row["input_length"] = request.num_tokens
-                row["output_length"] = request.output_tokens
-                row["hash_ids"] = list(request.chain)
-                if request.priority:
-                    row["priority"] = request.priority
-                if request.tenant:
-                    row["tenant"] = request.tenant
-                named = zip(BOUND_KEYS, request.bounds or (), strict=False)
-                row |= {
-                    key: None if bound_s == inf else 1000 * bound_s
-                    for key, bound_s in named
-                    if bound_s is not None
-                }
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def arrivals(

@@ -29,11 +29,12 @@ from bench.papers.splits import (
     said_of_steps,
     split,
 )
+from bench.trace_file import write_trace
 from conductor.placing.cost_model import CostModel
 from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.simulate import Plan
-from conductor.replay.trace import Trace, TraceRequest, write_trace
+from conductor.replay.trace import Trace, TraceRequest
 from tests.conductor.replay.builders import small_trace
 
 PROFILE = load_profile("h200-llama8b")

@@ -13,9 +13,9 @@ import pytest
 from base.config import SchedulerConfig
 from bench.papers.chart import chart
 from bench.papers.command import main
+from bench.trace_file import write_trace
 from conductor.replay.arguments import parse_nodes
 from conductor.replay.policies import POLICIES
-from conductor.replay.trace import write_trace
 from tests.conductor.replay.builders import small_trace
 
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from bench.papers.command import main
-from conductor.replay.trace import write_trace
+from bench.trace_file import write_trace
 from tests.conductor.api.browser import chromium
 from tests.conductor.replay.builders import small_trace
 

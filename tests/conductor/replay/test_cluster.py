@@ -8,6 +8,7 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import NodeId, Slo
+from bench.gap_counts import GapCounts
 from bench.papers.peers import RULES, peer_policy
 from conductor.placing.cost_model import CostModel
 from conductor.placing.roles import RoleController
@@ -46,7 +47,7 @@ def check_ends(cluster: SimCluster, num_requests: int) -> None:
     assert cluster.view.running_sequences == 0
     cluster.view.index.check()
     for node in cluster.nodes:
-        assert not node.sends.flows
+        assert not node.sends.lanes
         if node.node_id in cluster.view.node_ids():
             assert cluster.view.index.num_blocks(cluster.view.node(node.node_id).slot) == len(node.cache)
         engine = node.engine
@@ -138,9 +139,9 @@ def test_what_is_handed_over_has_its_second_token_so_much_later() -> None:
     trace = Trace("one", 512, [TraceRequest(0.0, 5_000, 11, range(10))])
     firsts_s, rests_s = [], []
     for profile in (COST.profile, later):
-        cluster = simulate(Plan(trace, CostModel(profile), ClusterOptions(1, 1, 512, counts_gaps=True)))
+        gaps = GapCounts()
+        cluster = simulate(Plan(trace, CostModel(profile), ClusterOptions(1, 1, 512, on_gaps=gaps.add)))
         check_ends(cluster, 1)
-        gaps = cluster.outcomes.gaps
         assert gaps.num_gaps == 10
         # the first is the longest
         firsts_s.append(gaps.longest_s)

@@ -31,7 +31,7 @@ from bench.conformance_virtual import (
     simulated_side,
 )
 from bench.profile_log import profile_from_run
-from bench.profile_steps import profile_from_steps
+from bench.profile_steps import capacity_tokens, profile_from_steps
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.placement import UNBOUNDED
@@ -324,7 +324,7 @@ def test_what_steps_cost_is_found_in_nodes_timelines(live_log, tmp_path) -> None
         assert cost.decode_step_s(batch, 400 * batch) == pytest.approx(
             expected.decode_step_s(batch, 400 * batch), rel=0.05
         )
-    assert found.device_kv_tokens == live.capacity_tokens() > 0
+    assert found.device_kv_tokens == capacity_tokens(live) > 0
 
 
 def test_timelines_without_steps_are_refused(live_log, tmp_path) -> None:

@@ -123,7 +123,7 @@ def simulated(
         request.gap_bounds = bounds[number % len(bounds)]
         request.order = number
         events.at(row.arrival_s, came, request, row.arrival_s)
-    while events.next_s < float("inf"):
+    while events.moments:
         events.run_next()
     return times, ended
 

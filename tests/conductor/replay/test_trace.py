@@ -6,7 +6,8 @@ import pytest
 
 from base.errors import ConfigError
 from bench.papers.generate import WORKLOADS, generate
-from conductor.replay.trace import arrivals, write_trace
+from bench.trace_file import write_trace
+from conductor.replay.trace import arrivals
 from conductor.replay.trace_formats import read_trace
 from tests.conductor.replay.builders import small_trace
 

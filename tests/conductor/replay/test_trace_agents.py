@@ -5,7 +5,8 @@ import json
 import pytest
 
 from base.errors import ConfigError
-from conductor.replay.trace import turns, write_trace
+from bench.trace_file import write_trace
+from conductor.replay.trace import turns
 from conductor.replay.trace_formats import read_trace
 
 

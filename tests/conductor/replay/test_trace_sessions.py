@@ -7,8 +7,9 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import Slo
+from bench.trace_file import write_trace
 from conductor.replay.chains import MAX_PARTS, JoinedChain, moved
-from conductor.replay.trace import arrivals, every_request, turns, write_trace
+from conductor.replay.trace import arrivals, every_request, turns
 from conductor.replay.trace_formats import read_trace
 
 HEADER = {"block_size": 10, "format": "aiperf"}

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from conductor.replay.gap_counts import WIDTH, GapCounts
+from bench.gap_counts import WIDTH, GapCounts
 from tests.effort import counting
 
 
