@@ -179,7 +179,6 @@ async def check(agent: TransferAgent, child: Child, memory: torch.Tensor, segmen
         memory.copy_(pattern(seed))
         torch.cuda.synchronize()
         grant = child.grant(target, Operation.WRITE, block, NUM_BYTES)
-        route = agent.route(child.peer, grant) if target == "device" else None
         await agent.write(child.peer, grant, scattered(segment, block, NUM_BYTES, seed))
         if not child.ask(do="check", segment=target, seed=seed)["same"]:
             raise RuntimeError(f"bytes written to {target} memory are not those that were sent")
@@ -188,7 +187,7 @@ async def check(agent: TransferAgent, child: Child, memory: torch.Tensor, segmen
         await agent.read(child.peer, grant, scattered(segment, block, NUM_BYTES, seed))
         if not torch.equal(memory.cpu(), pattern(seed + 10)):
             raise RuntimeError(f"bytes read from {target} memory are not the peer's")
-        print(f"checked {target}: {route}", file=sys.stderr)
+        print(f"checked {target}", file=sys.stderr)
 
 
 async def killed(agent: TransferAgent, child: Child, segment: Segment) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from transfer.tcp.frame import MAX_FRAME_BYTES
 from transfer.tcp.greeting import SECRET_BYTES, PeerKey
 from transfer.tcp.host import TransferHost
 from transfer.tcp.server import TcpServer
-from transfer.transport import AbsentError, Carriage, OfferedTransport, Route, TransferObserver, Transport
+from transfer.transport import AbsentError, Carriage, OfferedTransport, TransferObserver, Transport
 
 MAX_KEPT_S = 0.001
 """Time for which batches that wait for nothing follow each other before other tasks have the loop."""
@@ -251,14 +251,6 @@ class TransferAgent:
         pieces = pieces.with_sums()
         await self._move(Operation.READ, peer, grant, pieces, None, Priority.FOREGROUND)
         return pieces.sums if pieces.sums is not None else await asyncio.to_thread(sums_of, pieces)
-
-    def route(self, peer: PeerDescriptor, grant: Grant, device: int | None = None) -> Route:
-        """Return how a batch of memory on `device` would travel to this peer (None: of the host).
-
-        Raises:
-            TransferFailedError: nothing reaches it.
-        """
-        return self._router.choose(peer, grant.segment_id, device)
 
     async def _move(
         self,

@@ -17,7 +17,7 @@ from base.logs import event
 from base.resting import Resting
 from base.transports import TRANSPORTS
 from transfer.batch import Pieces, Priority
-from transfer.transport import MEASURED_FROM_BYTES, STAGED, Route, TransferFacts, TransferObserver, Transport
+from transfer.transport import MEASURED_FROM_BYTES, STAGED, TransferFacts, TransferObserver, Transport
 
 COOLDOWN_S = 1.0
 MAX_COOLDOWN_S = 60.0
@@ -81,14 +81,6 @@ class Router:
         self._transports[transport.name] = transport
         self._rankings.clear()
 
-    def choose(self, peer: PeerDescriptor, segment_id: int, device: int | None = None) -> Route:
-        """Return the route; raises TransferFailedError if nothing reaches the segment."""
-        names, refused = self._ranked(peer, segment_id, device)
-        known = self._known(peer)
-        reason = "all failed lately" if names[0] in known.resting else "the fastest that reaches it"
-        refused += [(name, "failed lately" if name in known.resting else "slower") for name in names[1:]]
-        return Route(names[0], reason, known.rate(names[0]), tuple(refused))
-
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out one batch; raises as `Transport.move`.
 
@@ -137,14 +129,12 @@ class Router:
         if until_s <= now_s:
             if len(self._rankings) >= MAX_RANKINGS:
                 self._rankings.clear()
-            names, _ = self._ranked(peer, segment_id, device)
+            names = self._ranked(peer, segment_id, device)
             self._rankings[key] = (now_s + RANKED_FOR_S, names)
         return names
 
-    def _ranked(
-        self, peer: PeerDescriptor, segment_id: int, device: int | None
-    ) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return the transports that reach the segment, best first, and why the others do not.
+    def _ranked(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> list[str]:
+        """Return the transports that reach the segment, best first.
 
         Raises:
             TransferFailedError: none reaches it.
@@ -165,7 +155,7 @@ class Router:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
             raise TransferFailedError(f"nothing reaches {peer.node_id}: {reasons or 'no transport'}")
         usable.sort(key=lambda name: (name not in known.resting, known.rate(name), name), reverse=True)
-        return usable, refused
+        return usable
 
     def _known(self, peer: PeerDescriptor) -> _PeerRates:
         known = self._peers.get(peer.node_id)

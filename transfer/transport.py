@@ -113,15 +113,3 @@ class Carriage(Protocol):
     def detach(self, generation: int, done: Callable[[], None]) -> None:
         """Leave the memory of an ended grant alone; call `done` when peers do so too."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The transport that a batch takes, and why."""
-
-    transport: str
-    reason: str
-    bytes_per_s: float
-    """Measured to this peer by this transport; its prior before the first batch."""
-    refused: tuple[tuple[str, str], ...]
-    """(transport, why not) for each that was not taken."""

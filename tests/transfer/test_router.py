@@ -66,31 +66,33 @@ async def send(router: Router) -> None:
     await router.move(PEER, GRANT, PIECES, Priority.FOREGROUND)
 
 
-def test_the_faster_of_two_is_taken_and_the_others_are_told_why_not(router: Router) -> None:
-    route = router.choose(PEER, 5)
-    assert route.transport == "shm"
-    assert dict(route.refused) == {"rdma": "no device", "tcp": "slower"}
+async def test_the_faster_of_two_is_taken(router: Router, shm: Stub, tcp: Stub) -> None:
+    await send(router)
+    assert (shm.moves, tcp.moves) == (1, 0)
 
 
-def test_what_does_not_reach_the_segment_is_passed_over(router: Router, shm: Stub) -> None:
+async def test_what_does_not_reach_the_segment_is_passed_over(router: Router, shm: Stub, tcp: Stub) -> None:
     shm.refusal = "private memory"
-    assert router.choose(PEER, 5).transport == "tcp"
+    await send(router)
+    assert (shm.moves, tcp.moves) == (0, 1)
 
 
-def test_when_nothing_reaches_the_segment_every_reason_is_told(router: Router, shm: Stub, tcp: Stub) -> None:
+async def test_when_nothing_reaches_the_segment_every_reason_is_told(
+    router: Router, shm: Stub, tcp: Stub
+) -> None:
     shm.refusal, tcp.refusal = "private memory", "no endpoint"
     with pytest.raises(TransferFailedError, match="rdma: no device; tcp: no endpoint; shm: private memory"):
-        router.choose(PEER, 5)
+        await send(router)
 
 
-def test_why_a_transport_is_refused_is_logged_once_for_each_reason(
+async def test_why_a_transport_is_refused_is_logged_once_for_each_reason(
     router: Router, shm: Stub, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     for refusal in ("another host", "another host", "no room in /dev/shm"):
         shm.refusal = refusal
         clock.advance(RANKED_FOR_S)
-        router.choose(PEER, GRANT.segment_id)
+        await send(router)
     logged = [record.getMessage() for record in caplog.records if "transport refused" in record.getMessage()]
     assert [line.partition("reason=")[2] for line in logged] == ['"another host"', '"no room in /dev/shm"']
 
@@ -99,8 +101,10 @@ async def test_measured_bandwidth_outweighs_the_prior(router: Router, shm: Stub,
     shm.seconds = 0.1
     for _ in range(20):
         await send(router)
-    assert router.choose(PEER, 5).transport == "tcp"
-    assert (shm.moves > 0, tcp.moves > 0) == (True, True)
+    before = shm.moves, tcp.moves
+    await send(router)
+    assert (shm.moves, tcp.moves) == (before[0], before[1] + 1)
+    assert before[0] > 0
 
 
 async def test_a_batch_goes_by_the_ranking_of_a_moment_ago_until_something_fails(
@@ -141,7 +145,8 @@ async def test_a_transport_that_failed_is_tried_again_after_its_rest(
     await send(router)
     shm.error = None
     clock.advance(COOLDOWN_S)
-    assert router.choose(PEER, 5).transport == "shm"
+    await send(router)
+    assert shm.moves == 2
 
 
 async def test_a_refusal_by_the_owner_is_not_taken_elsewhere(router: Router, shm: Stub, tcp: Stub) -> None:

@@ -299,11 +299,6 @@ class QueuePair:
         except PyverbsError as error:
             raise TransferFailedError(f"{self.rail.name}: {error}") from error
 
-    def flush(self) -> None:
-        """End everything that is under way with an error, at once."""
-        attributes = QPAttr(qp_state=verbs.IBV_QPS_ERR)
-        self._pair.modify(attributes, verbs.IBV_QP_STATE)
-
     def close(self) -> None:
         """Destroy it: when this returns, the NIC touches no memory through it."""
         self._pair.close()

@@ -88,10 +88,6 @@ class FrameStream:
         poller.watch(sock.fileno(), READABLE, self._on_ready)
 
     @property
-    def is_open(self) -> bool:
-        return self._is_open
-
-    @property
     def num_outgoing(self) -> int:
         return len(self._outgoing)
 
