@@ -21,6 +21,11 @@ CHECKSUM_KIND = "xxh3"
 DEVICE_CHECKSUM_KIND = "sum-words"
 """The name of the other, which a GPU makes. Its sums of the parts of a block add up to the block's."""
 
+RunningChecksum = xxhash.xxh3_64
+"""The checksum of bytes that come in parts, each summed while a processor's cache has it.
+
+`update` takes the next contiguous bytes in; `intdigest` returns `checksum` of all so far."""
+
 _KEY_STEP = np.uint64(0x9E3779B1)
 _OTHER_KEY = np.uint64(0x85EBCA77)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -30,21 +35,6 @@ _HALF = np.uint64(32)
 def checksum(data: memoryview | bytes | bytearray) -> int:
     """Return the 64-bit checksum of contiguous bytes."""
     return xxhash.xxh3_64_intdigest(data)
-
-
-class RunningChecksum:
-    """The checksum of bytes that come in parts, each summed while a processor's cache has it."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
-
-    def add(self, data: memoryview) -> None:
-        """Take the next contiguous bytes in."""
-        self._hash.update(data)
-
-    def value(self) -> int:
-        """Return `checksum` of all bytes so far."""
-        return self._hash.intdigest()
 
 
 def sum_of_words(data: memoryview | bytes | bytearray) -> int:

@@ -2,7 +2,8 @@
 
 Run configurations hold the passwords of `redis_url` and of other addresses, logs the words of whoever asks,
 and the decision log who asked when. The mode is given when a file is made, not after it, and a file
-that is there from before is changed before anything is written to it.
+that is there from before is changed before anything is written to it. Certificates and keys are read again
+once their file has another stamp.
 """
 
 from __future__ import annotations
@@ -32,3 +33,12 @@ def private_file(path: Path, mode: Literal["w", "a"], buffering: int = -1) -> Te
         return file
 
     return open(path, mode, buffering, encoding="utf-8", opener=opened)
+
+
+def stamp_of(path: Path) -> tuple[int, int] | None:
+    """Return what is another once a file was replaced or written to; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino

@@ -11,7 +11,6 @@ the reason. gRPC would write a line for each to standard error: `base/__init__.p
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import grpc
 from base.config import TlsConfig
 from base.errors import ConfigError
 from base.logs import event
+from base.private import stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Certificates:
         return True
 
     def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(_stamp(path) for path in (self._tls.cert, self._tls.key, self._tls.ca) if path)
+        return tuple(stamp_of(Path(path)) for path in (self._tls.cert, self._tls.key, self._tls.ca) if path)
 
 
 def dialling_context(tls: TlsConfig, where: str) -> ssl.SSLContext | None:
@@ -140,11 +140,3 @@ def _context(tls: TlsConfig, where: str, protocol: int = ssl.PROTOCOL_TLS_SERVER
             raise ConfigError(f"{where}.ca: {tls.ca}: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _stamp(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino

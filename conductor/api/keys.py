@@ -28,6 +28,7 @@ from pathlib import Path
 from base.clock import Clock
 from base.errors import ConfigError, RejectedError, UnauthenticatedError
 from base.logs import event
+from base.private import stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class KeyRing:
         self._clock = clock
         self._keys: dict[str, Key] = {}
         self._buckets: dict[str, TokenBucket] = {}
-        self._stamp = _stamp(path)
+        self._stamp = stamp_of(path)
         self._looked_at_s = clock.now_s()
         self._take(read_keys(path))
 
@@ -225,7 +226,7 @@ class KeyRing:
         if now_s - self._looked_at_s < LOOK_AGAIN_S:
             return
         self._looked_at_s = now_s
-        stamp = _stamp(self._path)
+        stamp = stamp_of(self._path)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -249,11 +250,3 @@ class KeyRing:
 
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino

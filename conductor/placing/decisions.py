@@ -279,7 +279,7 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     view.kv_events(node.node_id, 1, blocks, ())
     state.evict_share = node.evict_share
     state.receiving_s = node.receiving_s
-    view.paces.restore(state.slot, node.pace_class)
+    view.paces.move(state.slot, node.pace_class)
     if node.prefills:
         view.prefill_order.set(state.slot, node.queue_ends_at_s)
     view.note_lent(state)

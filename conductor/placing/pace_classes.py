@@ -34,22 +34,19 @@ class PaceClasses:
         middle = log(ratio) / WIDTH
         known = self._class_of.get(node, 0)
         if abs(middle - known) > SLACK:
-            self._move(node, round(middle))
+            self.move(node, round(middle))
 
     def class_of(self, node: int) -> int:
         """Return the class of a node: 0 is as fast as its profile says."""
         return self._class_of.get(node, 0)
 
-    def restore(self, node: int, chosen: int) -> None:
-        """Make this exactly a node's class: for decisions made again."""
-        self._move(node, chosen)
-
     def remove(self, node: int) -> None:
         """Forget a node; an unknown one is passed over."""
         if node in self._class_of:
-            self._move(node, 0)
+            self.move(node, 0)
 
-    def _move(self, node: int, chosen: int) -> None:
+    def move(self, node: int, chosen: int) -> None:
+        """Make this exactly a node's class."""
         bit = 1 << node
         left = self._class_of.pop(node, None)
         if left is not None:

@@ -24,9 +24,9 @@ from base.errors import InvalidRequestError, RejectedError
 from base.request import Role, Slo
 from base.uninterrupted import uninterrupted
 from conductor.placing.cluster_view import ClusterView
+from conductor.placing.placement import UNBOUNDED
 from conductor.serving.traffic import Traffic, measured, trace_lines
 
-UNBOUNDED = Slo()
 COMMAND = "bench.papers.command"
 """The module of `conductor replay`, which is run by its name."""
 WALL_S = 120.0

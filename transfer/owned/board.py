@@ -40,7 +40,7 @@ from pathlib import Path
 from base.checksum import checksum
 from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant
-from transfer.owned.grant import NUM_SLOTS, SLOT_BITS, GrantState
+from transfer.owned.grant import NUM_SLOTS, SLOT_MASK, GrantState
 from transfer.owned.segment import Segment, address_of
 
 MAX_SEGMENTS = 64
@@ -49,7 +49,6 @@ _MAGIC = 0x436F6E6475637431
 _SEGMENTS_AT = 2
 _SLOTS_AT = _SEGMENTS_AT + 4 * MAX_SEGMENTS
 _NUM_WORDS = _SLOTS_AT + 4 * NUM_SLOTS
-_SLOT_MASK = (1 << SLOT_BITS) - 1
 _MEMFD_NAME = "conductor-board"
 _FLOCK = struct.Struct("hhqqi4x")
 """struct flock of 64-bit Linux; l_pid must be 0 for locks of this sort."""
@@ -92,13 +91,13 @@ class Board:
 
     def post(self, grant: Grant) -> None:
         """Open a grant to the peers of this host."""
-        at = _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
+        at = _SLOTS_AT + 4 * (grant.generation & SLOT_MASK)
         self._words[at + 1] = digest_of(grant)
         self._words[at] = grant.generation
 
     def close_slot(self, generation: int, state: GrantState) -> None:
         """Refuse this grant to whoever asks from now on, with the reason."""
-        at = _SLOTS_AT + 4 * (generation & _SLOT_MASK)
+        at = _SLOTS_AT + 4 * (generation & SLOT_MASK)
         if self._words[at] == generation:
             self._words[at] = 0
             self._words[at + 2] = generation
@@ -111,7 +110,7 @@ class Board:
         offers no other way to wait for a lock. Where there is no thread to be had or no descriptor,
         the copy is looked for again a little later.
         """
-        slot = generation & _SLOT_MASK
+        slot = generation & SLOT_MASK
         if self._try_drain(slot):
             done()
             return
@@ -207,7 +206,7 @@ class PeerBoard:
 
     def require_live(self, grant: Grant) -> None:
         """Raise as `hold` does if a grant has ended, or says something else."""
-        at = _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
+        at = _SLOTS_AT + 4 * (grant.generation & SLOT_MASK)
         if self._words[at] == grant.generation:
             if self._words[at + 1] != digest_of(grant):
                 raise ProtocolError(f"grant {grant.generation:#x} says something else")
@@ -237,7 +236,7 @@ class PeerBoard:
             LeaseExpiredError, StaleError: the grant has ended or was never given.
             ProtocolError: the grant is live and says something else.
         """
-        slot = grant.generation & _SLOT_MASK
+        slot = grant.generation & SLOT_MASK
         if slot >= NUM_SLOTS:
             raise StaleError(f"no grant {grant.generation:#x}")
         # One lock for the whole process, so threads of it are counted here.
@@ -257,7 +256,7 @@ class PeerBoard:
 
     def let_go(self, grant: Grant) -> None:
         """End one `hold`."""
-        slot = grant.generation & _SLOT_MASK
+        slot = grant.generation & SLOT_MASK
         with self._holds_lock:
             left = self._holds.pop(slot) - 1
             if left:

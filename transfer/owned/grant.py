@@ -35,7 +35,7 @@ SLOT_BITS = 16
 NUM_SLOTS = 4096
 """Grants live or draining at once; one request holds one or two."""
 _SECRET_BITS = 64 - SLOT_BITS
-_SLOT_MASK = (1 << SLOT_BITS) - 1
+SLOT_MASK = (1 << SLOT_BITS) - 1
 
 
 class GrantState(Enum):
@@ -174,7 +174,7 @@ class GrantTable:
             raise AssertionError("a slot is lost or in two places")
         for generation, slot in (*self._live.items(), *self._ended.items()):
             entry = self._entries[slot]
-            if entry is None or entry.grant.generation != generation or generation & _SLOT_MASK != slot:
+            if entry is None or entry.grant.generation != generation or generation & SLOT_MASK != slot:
                 raise AssertionError(f"slot {slot} holds another grant")
             if (entry.state is GrantState.LIVE) != (generation in self._live):
                 raise AssertionError(f"slot {slot} is {entry.state} in the wrong place")
@@ -197,7 +197,7 @@ class GrantTable:
         return entry.ranges
 
     def _live_entry(self, generation: int) -> _Entry:
-        slot = generation & _SLOT_MASK
+        slot = generation & SLOT_MASK
         entry = self._entries[slot] if slot < len(self._entries) else None
         if entry is None or entry.grant.generation != generation:
             raise StaleError(f"no grant {generation:#x}")

@@ -110,8 +110,8 @@ class Copy:
             self._require_wanted()
             length = min(SUMMED_STEP_BYTES, num_bytes - at)
             _assign(theirs, ours, ((offset + at, peer_offset + at, length),), is_read=True)
-            running.add(ours[offset + at : offset + at + length])
-        return running.value()
+            running.update(ours[offset + at : offset + at + length])
+        return running.intdigest()
 
     def _copy_in_steps(self, theirs: memoryview) -> None:
         ours, is_read = self._pieces.segment.memory, self._grant.operation is Operation.READ
