@@ -19,6 +19,7 @@ from conductor.api.openai_tools import (
     check_json_texts,
     chosen,
     past_arguments,
+    require_called,
     tool_spec,
 )
 from conductor.api.parsing.events import Called, Said, Thought
@@ -73,11 +74,8 @@ def _message(turn: pb.ChatMessage, call_ids: set[str], param: str) -> ChatMessag
         raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
     if turn.tool_calls and role != "assistant":
         raise InvalidRequestError(f"{param}.tool_calls: the assistant alone calls", f"{param}.tool_calls")
-    if role == "tool" and turn.tool_call_id not in call_ids:
-        raise InvalidRequestError(
-            f"{param}.tool_call_id: no call before it has the id {turn.tool_call_id[:100]!r}",
-            f"{param}.tool_call_id",
-        )
+    if role == "tool":
+        require_called(turn.tool_call_id, call_ids, f"{param}.tool_call_id")
     calls = tuple(
         PastCall(call.id, call.name, past_arguments(call.arguments, f"{param}.tool_calls[{at}].arguments"))
         for at, call in enumerate(turn.tool_calls)

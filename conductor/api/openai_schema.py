@@ -41,6 +41,7 @@ from conductor.api.openai_tools import (
     check_json_texts,
     offered_tools,
     past_arguments,
+    require_called,
 )
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
@@ -50,7 +51,7 @@ from conductor.api.options import (
     MAX_STOP_TOKEN_IDS,
     Options,
 )
-from conductor.api.strict_body import StrictBody, TemplateVariables
+from conductor.api.strict_body import StrictBody, TemplateVariables, required
 from conductor.api.turn import Reasoning, Tools
 
 MAX_CHOICES = 128
@@ -305,13 +306,8 @@ def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
     for index, message in enumerate(messages):
         param = f"messages[{index}]"
         if message.role == "tool":
-            if message.tool_call_id is None:
-                raise InvalidRequestError(f"{param}.tool_call_id is missing", f"{param}.tool_call_id")
-            if message.tool_call_id not in call_ids:
-                raise InvalidRequestError(
-                    f"{param}.tool_call_id: no call before it has the id {message.tool_call_id[:100]!r}",
-                    f"{param}.tool_call_id",
-                )
+            call_id = required(message.tool_call_id, f"{param}.tool_call_id")
+            require_called(call_id, call_ids, f"{param}.tool_call_id")
         turns.append(_chat_message(message, param))
         call_ids.update(call.call_id for call in turns[-1].calls)
     return tuple(turns)

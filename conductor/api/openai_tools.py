@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -13,7 +13,7 @@ from base.errors import InvalidRequestError
 from conductor.api.body_bounds import excess
 from conductor.api.chat_template import ToolSpec
 from conductor.api.parsing.events import value_or_none
-from conductor.api.strict_body import StrictBody
+from conductor.api.strict_body import StrictBody, required
 from conductor.api.turn import Tools
 
 MAX_TOOLS = 1_024
@@ -130,9 +130,8 @@ def offered_tools(
             raise InvalidRequestError(
                 f"{param}.type: {tool.type[:100]!r} is not supported, function is", f"{param}.type"
             )
-        if tool.function is None:
-            raise InvalidRequestError(f"{param}.function is missing", f"{param}.function")
-        specs.append(tool_spec(tool.function, f"{param}.function"))
+        param = f"{param}.function"
+        specs.append(tool_spec(required(tool.function, param), param))
     return chosen(specs, *_choice(choice), is_parallel)
 
 
@@ -141,12 +140,8 @@ def _choice(choice: str | NamedChoice | None) -> tuple[str, list[str] | None]:
     if choice is None or isinstance(choice, str):
         return choice or "auto", None
     if choice.type == "function":
-        if choice.function is None:
-            raise InvalidRequestError("tool_choice.function is missing", "tool_choice.function")
-        return "required", [choice.function.name]
-    allowed = choice.allowed_tools
-    if allowed is None:
-        raise InvalidRequestError("tool_choice.allowed_tools is missing", "tool_choice.allowed_tools")
+        return "required", [required(choice.function, "tool_choice.function").name]
+    allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
     names = []
     for index, tool in enumerate(allowed.tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -194,6 +189,12 @@ def check_json_texts(texts: Iterable[str], param: str) -> None:
         )
     if found := excess(whole.encode(errors="replace")):
         raise InvalidRequestError(f"{param}: JSON within texts has {found}", param)
+
+
+def require_called(call_id: str, call_ids: Collection[str], param: str, kind: str = "call") -> None:
+    """Raise InvalidRequestError for a result of no call before it; `kind` is the API's word for a call."""
+    if call_id not in call_ids:
+        raise InvalidRequestError(f"{param}: no {kind} before it has the id {call_id[:100]!r}", param)
 
 
 def past_arguments(text: str, param: str) -> Mapping[str, Any]:

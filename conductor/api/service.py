@@ -139,7 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         data: bytes,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> inference_pb2.ListModelsResponse:
-        await on_body(data, _check_empty)
+        await on_body(data, partial(parsed, kind=inference_pb2.ListModelsRequest))
         model = inference_pb2.Model(id=self._model.name, max_model_len=self._model.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
@@ -272,10 +272,6 @@ def _said(data: bytes) -> _Said:
                 raise InvalidRequestError("echo: the prompt of a chat is not shown", "echo")
             prompt = conversation(message.chat)
     return _Said(message, prompt, _options(message))
-
-
-def _check_empty(data: bytes) -> None:
-    parsed(data, inference_pb2.ListModelsRequest)
 
 
 def _check_lists(message: inference_pb2.GenerateRequest) -> None:

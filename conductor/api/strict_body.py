@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, to_json
 
 from base.errors import InvalidRequestError
+
+Value = TypeVar("Value")
 
 MAX_TEMPLATE_VARIABLES = 64
 MAX_VARIABLE_BYTES = 1 << 17
@@ -23,8 +25,8 @@ class StrictBody(BaseModel):
     """Whether what a chat's body asks for, and this one cannot, is refused by name."""
 
 
-def required(value: str | None, param: str) -> str:
-    """Return a field's text; raises InvalidRequestError where there is none."""
+def required(value: Value | None, param: str) -> Value:
+    """Return a field's value; raises InvalidRequestError where there is none."""
     if value is None:
         raise InvalidRequestError(f"{param} is missing", param)
     return value

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from base.errors import InvalidRequestError
-from base.request import RequestId
 from conductor.api.backend import Backend
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
@@ -45,7 +44,7 @@ async def create_message(backend: Backend, body: MessagesBody, caller: Caller, r
         max_tokens = room_for(len(turn.token_ids), body.max_tokens, model)
         options = with_turn(body.options(max_tokens), turn)
         check_options(options, caller, model)
-        unique = RequestId(unique_id(reply.request_id, backend.rng))
+        unique = unique_id(reply.request_id, backend.rng)
         asked = make_request(unique, turn.token_ids, options, caller, model, backend.rng)
     await _answer(backend, body, turn, asked, reply, is_short=max_tokens < body.max_tokens)
 

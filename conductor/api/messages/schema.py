@@ -17,8 +17,8 @@ from base.errors import InvalidRequestError
 from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import SchemaText
-from conductor.api.openai_schema import SamplingBody, sampling_of
-from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, tool_spec
+from conductor.api.openai_schema import SamplingBody, content_kind, sampling_of
+from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, require_called, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
 from conductor.api.strict_body import StrictBody, TemplateVariables, required
 from conductor.api.turn import Reasoning, Tools
@@ -27,11 +27,6 @@ MAX_BLOCKS = 8_192
 _MAX_ID_CHARS = 256
 _Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
 _Id = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
-
-
-def _content_kind(value: Any) -> str:
-    """Return the tag of a form. Tags have spaces: errors leave them out of a field's name."""
-    return "a list of blocks" if isinstance(value, list) else "a string"
 
 
 class ResultBlock(StrictBody):
@@ -55,13 +50,13 @@ class Block(StrictBody):
 
 _Result = Annotated[
     Annotated[str, Tag("a string")]
-    | Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of blocks")],
-    Discriminator(_content_kind),
+    | Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of parts")],
+    Discriminator(content_kind),
 ]
 _Content = Annotated[
     Annotated[str, Tag("a string")]
-    | Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of blocks")],
-    Discriminator(_content_kind),
+    | Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of parts")],
+    Discriminator(content_kind),
 ]
 
 
@@ -124,9 +119,7 @@ class CountTokensBody(StrictBody):
         if choice.type != "tool":
             mode = "required" if choice.type == "any" else choice.type
             return chosen(specs, mode, None, is_parallel)
-        if choice.name is None:
-            raise InvalidRequestError("tool_choice.name is missing", "tool_choice.name")
-        return chosen(specs, "required", [choice.name], is_parallel=False)
+        return chosen(specs, "required", [required(choice.name, "tool_choice.name")], is_parallel=False)
 
     def asked_reasoning(self) -> Reasoning:
         """Return the wishes about reasoning: without `thinking` there is none to see."""
@@ -181,9 +174,8 @@ def _tool(tool: AnthropicTool, param: str) -> ToolSpec:
         raise InvalidRequestError(
             f"{param}.type: {tool.type!r} is a tool of the provider's; custom is supported", f"{param}.type"
         )
-    if tool.input_schema is None:
-        raise InvalidRequestError(f"{param}.input_schema is missing", f"{param}.input_schema")
-    function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    schema = required(tool.input_schema, f"{param}.input_schema")
+    function = FunctionTool(name=tool.name, description=tool.description, parameters=schema)
     return tool_spec(function, param, "input_schema")
 
 
@@ -226,10 +218,7 @@ def _past_call(block: Block, where: str) -> PastCall:
 
 def _result(block: Block, where: str, call_ids: set[str]) -> ChatMessage:
     call_id = required(block.tool_use_id, f"{where}.tool_use_id")
-    if call_id not in call_ids:
-        raise InvalidRequestError(
-            f"{where}.tool_use_id: no tool_use before it has the id {call_id[:100]!r}", f"{where}.tool_use_id"
-        )
+    require_called(call_id, call_ids, f"{where}.tool_use_id", "tool_use")
     text = _text(block.content or "", f"{where}.content")
     if block.is_error:
         text = json.dumps({"error": text}, ensure_ascii=False)

@@ -138,9 +138,8 @@ class _Tagged:
 
     def __init__(self, form: Form) -> None:
         self._form = form
-        open_mark, self._think_end = form.think or ("", "")
-        self._think_begin = open_mark
-        self._in_thought = Marks(self._think_end, *form.ends_thinking) if form.think else None
+        self._think_begin, think_end = form.think or ("", "")
+        self._in_thought = Marks(think_end, *form.ends_thinking) if form.think else None
         self._in_text = Marks(*form.calls, *form.dropped)
 
     def run(self, feed: Feed, schemas: Schemas, emit: Emit, is_thinking: bool) -> Steps[None]:

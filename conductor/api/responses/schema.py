@@ -26,6 +26,7 @@ from conductor.api.openai_tools import (
     choice_kind,
     chosen,
     past_arguments,
+    require_called,
     tool_spec,
 )
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
@@ -247,10 +248,7 @@ def _add(turns: list[ChatMessage], item: InputMessage | InputItem, param: str, c
             turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, PastCall(call_id, name, arguments)))
         case "function_call_output":
             call_id = required(item.call_id, f"{param}.call_id")
-            if call_id not in call_ids:
-                raise InvalidRequestError(
-                    f"{param}.call_id: no call before it has the id {call_id[:100]!r}", f"{param}.call_id"
-                )
+            require_called(call_id, call_ids, f"{param}.call_id")
             turns.append(ChatMessage("tool", _plain(item.output, f"{param}.output"), call_id=call_id))
         case "reasoning":
             thought = _plain(item.content or item.summary or "", f"{param}.content")
@@ -264,12 +262,10 @@ def _is_open(turns: Sequence[ChatMessage]) -> bool:
 
 
 def _plain(content: str | Sequence[ItemPart] | None, param: str) -> str:
-    if content is None:
-        raise InvalidRequestError(f"{param} is missing", param)
     if isinstance(content, str):
         return content
     lines = []
-    for index, part in enumerate(content):
+    for index, part in enumerate(required(content, param)):
         text = part.refusal if part.type == "refusal" else part.text
         if text is None or part.type not in (*_TEXT_TYPES, "refusal"):
             where = f"{param}[{index}].type"
