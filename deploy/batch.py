@@ -69,13 +69,11 @@ def main(
                 num_refused += not is_good
                 _write(answers if is_good else refusals, line, answer)
                 bar.advance(task)
-        except KeyboardInterrupt:
+        except BaseException as error:
             stop.set()
             pool.shutdown(cancel_futures=True)
-            raise typer.Exit(130) from None
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):
+                raise typer.Exit(130) from None
             raise
     if num_refused:
         Console(stderr=True).print(f"{num_refused} requests were refused: {errors}", soft_wrap=True)

@@ -54,7 +54,6 @@ class ProcessSeen:
     """One process, as its metrics show it."""
 
     name: str
-    address: str
     silent: str = ""
     """Why it did not answer; empty: it did."""
     versions: tuple[tuple[str, str], ...] = ()
@@ -76,7 +75,7 @@ def _look(name: str, address: str) -> ProcessSeen:
     try:
         samples = list(samples_of(read_text(address, "/metrics")))
     except (ApiError, ValueError) as error:
-        return ProcessSeen(name, address, silent=str(error))
+        return ProcessSeen(name, silent=str(error))
     answered_at_s = wall_clock_s()
     versions: dict[str, str] = {}
     clock_s, links = answered_at_s, []
@@ -89,7 +88,6 @@ def _look(name: str, address: str) -> ProcessSeen:
             links.append(LinkSeen(labels["peer"], labels["transport"], value))
     return ProcessSeen(
         name,
-        address,
         versions=tuple(sorted(versions.items())),
         offset_s=clock_s - (asked_at_s + answered_at_s) / 2,
         unsure_s=(answered_at_s - asked_at_s) / 2,

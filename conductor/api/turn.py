@@ -42,8 +42,6 @@ class Tools(NamedTuple):
     """Names of which one must be called; none: the model decides."""
     is_parallel: bool = True
     """Whether there may be several calls."""
-    param: str = "tools"
-    """The field that holds them, for errors."""
 
 
 class Reasoning(NamedTuple):

@@ -175,7 +175,7 @@ PAIR = {
 
 
 def seen(name, **told):
-    return ProcessSeen(name, f"h:{name}", **{"versions": VERSIONS, **told})
+    return ProcessSeen(name, **{"versions": VERSIONS, **told})
 
 
 def test_processes_that_agree_have_no_troubles_and_their_links_are_told():
