@@ -66,11 +66,17 @@ FORMS = (
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def plain_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Return the token ids of `text`, in which names of special tokens stay text."""
+    cut = "\0cut\0"
+    return tokenizer.encode(tokenizer.with_specials_cut(text.replace(cut, ""), cut), False, cut)
+
+
 def prompts_for(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Return `count` prompts at most, half of them as a chat."""
     texts = [form.format(subject) for subject in SUBJECTS for form in FORMS]
     texts += [CHAT.format(text) for text in texts]
-    return [list(tokenizer.encode_text(text)) for text in texts[:: max(1, len(texts) // count)]]
+    return [list(plain_ids(tokenizer, text)) for text in texts[:: max(1, len(texts) // count)]]
 
 
 @torch.no_grad()
@@ -258,7 +264,7 @@ def main() -> None:
     folder = Path(prepare(options.model, Path("~/.cache/conductor-cluster"), print).path)
     tokenizer = Tokenizer.load(folder)
     start = list(tokenizer.encode("", add_special_tokens=True))
-    token_ids = list(tokenizer.encode_text(TEXT.read_text()))[: options.text_tokens]
+    token_ids = list(plain_ids(tokenizer, TEXT.read_text()))[: options.text_tokens]
     text = Text(token_ids, start)
     prompts = [start + prompt for prompt in prompts_for(tokenizer, options.prompts)]
     work = Work(text, prompts, options.tokens)

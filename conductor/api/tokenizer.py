@@ -190,11 +190,6 @@ class Tokenizer:
             found = self._special.search(text, begin)
         return cut.join([*parts, text[begin:]])
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of `text`, in which names of special tokens stay text."""
-        cut = "\0cut\0"
-        return self.encode(self.with_specials_cut(text.replace(cut, ""), cut), False, cut)
-
     def min_tokens(self, text: str) -> int:
         """Return about how many tokens `text` has at least, without encoding it.
 
