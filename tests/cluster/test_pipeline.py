@@ -70,7 +70,7 @@ def is_there(pid):
 def test_a_stage_killed_mid_prompt_delays_the_answer_alone(smollm2, tmp_path):
     prompt = [17 + (7 * index) % 20_000 for index in range(900)]
     # It is the only node that prefills, and starts anew, three processes, in many seconds.
-    patient = SchedulerConfig(role_wait_s=240, roles="fixed")
+    patient = SchedulerConfig(role_wait_s=240, patience_s=240, roles="fixed")
     fields = {"kv_cache_gib": SMALL_CACHE_GIB, "scheduler": patient, "pipeline_parallel": 3}
     with running(smollm2, tmp_path, **fields) as cluster:
         expected, _ = generated(cluster.grpc_address, [token + 1 for token in prompt], 8)
@@ -94,7 +94,7 @@ def test_a_group_that_loses_a_rank_and_starts_cold_has_its_prefix_from_another_g
     prompt = [31 + (13 * index) % 20_000 for index in range(500)]
     fields = {
         "kv_cache_gib": SMALL_CACHE_GIB,
-        "scheduler": SchedulerConfig(role_wait_s=240, roles="fixed"),
+        "scheduler": SchedulerConfig(role_wait_s=240, patience_s=240, roles="fixed"),
         "store": StoreConfig(dram_gib=0.3, disk_path=str(tmp_path / "disk"), disk_gib=1.0),
         "pipeline_parallel": 2,
         "of_decode": {"tensor_parallel": 3},
