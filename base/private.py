@@ -36,7 +36,7 @@ def private_file(path: Path, mode: Literal["w", "a"], buffering: int = -1) -> Te
 
 
 def stamp_of(path: Path) -> tuple[int, int] | None:
-    """Return what is another once a file was replaced or written to; None: it is not there."""
+    """Return what changes when a file is replaced or written to; None: it is not there."""
     try:
         found = path.stat()
     except OSError:

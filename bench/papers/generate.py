@@ -31,7 +31,7 @@ class SessionKind:
     """One kind of session. Lengths are medians of lognormal distributions, in tokens."""
 
     share: float
-    """Of all sessions."""
+    """Share of all sessions that are of this kind."""
     base_tokens: float
     base_spread: float
     """Standard deviation of the logarithm."""

@@ -9,6 +9,8 @@ is busy for more than TARGET_SHARE of its time, whatever with; then it grows unt
 to LONGEST_S for each stream, where other work alone is more. No fixed interval would do: the loop of a quick
 processor has time for every token where that of a slow one has not. Of a processor that others want too the
 loop has a part, and is measured by that part: worked seconds alone would call a loop idle that never sleeps.
+Tokens come step by step: pieces that are k steps apart come k - 1 apart again once the loop is busy for less
+than TARGET_SHARE x (k - 1) / k.
 
 The interval that streams had is a mean over pieces. By the number of streams it would be longer than any had
 where some send nothing, because their clients read nothing or they wait for a place in a step: an idle loop
