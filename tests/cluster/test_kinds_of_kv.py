@@ -182,7 +182,7 @@ def test_a_decode_node_that_dies_under_a_stream_costs_it_no_token(kind, tmp_path
             tokens, killed = [], None
             with grpc.insecure_channel(cluster.grpc_address) as channel:
                 request = generate_request(prompt, NEW_TOKENS)
-                for response in InferenceStub(channel).Generate(request, timeout=PATIENCE_S * 5):
+                for response in InferenceStub(channel).Generate(request, timeout=PATIENCE_S):
                     tokens += response.token_ids
                     if len(tokens) >= num_tokens and killed is None:
                         killed = kill_at_work(cluster)

@@ -81,7 +81,7 @@ def asked(fort: Fortress, tenant: str, token_ids: list[int], **fields: Any) -> t
     tokens, cached = [], -1
     with grpc.secure_channel(fort.cluster.grpc_address, fort.credentials()) as channel:
         request = generate_request(token_ids, 8, **fields)
-        for part in InferenceStub(channel).Generate(request, timeout=5 * PATIENCE_S, metadata=metadata):
+        for part in InferenceStub(channel).Generate(request, timeout=PATIENCE_S, metadata=metadata):
             tokens += part.token_ids
             if part.finish_reason:
                 cached = part.usage.cached_tokens

@@ -77,7 +77,7 @@ def test_a_stage_killed_mid_prompt_delays_the_answer_alone(smollm2, tmp_path):
         before = other_ranks(cluster, "prefill-0")
         assert len(before) == 2
         with grpc.insecure_channel(cluster.grpc_address) as channel:
-            call = InferenceStub(channel).Generate(generate_request(prompt, 8), timeout=PATIENCE_S * 5)
+            call = InferenceStub(channel).Generate(generate_request(prompt, 8), timeout=PATIENCE_S)
             until(lambda: held_blocks(cluster) > 20)
             os.kill(before[0], signal.SIGKILL)
             tokens = [token for response in call for token in response.token_ids]

@@ -64,7 +64,7 @@ def generated_in_form(address, on_tokens=lambda tokens: None):
     request.sampling.grammar.json_schema = SCHEMA
     tokens = []
     with grpc.insecure_channel(address) as channel:
-        for response in InferenceStub(channel).Generate(request, timeout=PATIENCE_S * 5):
+        for response in InferenceStub(channel).Generate(request, timeout=PATIENCE_S):
             tokens += response.token_ids
             on_tokens(tokens)
     return tokens
@@ -92,7 +92,7 @@ def test_a_decode_node_killed_mid_stream_loses_and_repeats_no_token(pools, undis
     tokens = []
     with grpc.insecure_channel(pools.grpc_address) as channel:
         for response in InferenceStub(channel).Generate(
-            generate_request(PROMPT, MAX_TOKENS), timeout=PATIENCE_S * 5
+            generate_request(PROMPT, MAX_TOKENS), timeout=PATIENCE_S
         ):
             before = len(tokens)
             tokens += response.token_ids
@@ -111,7 +111,7 @@ def test_a_prefill_node_killed_mid_prompt_delays_the_first_token_alone(pools, un
     until(lambda: pools.status()["ready"] is False)
     all_back(pools)
     with grpc.insecure_channel(pools.grpc_address) as channel:
-        call = InferenceStub(channel).Generate(generate_request(fresh, MAX_TOKENS), timeout=PATIENCE_S * 5)
+        call = InferenceStub(channel).Generate(generate_request(fresh, MAX_TOKENS), timeout=PATIENCE_S)
         until(lambda: at_work(pools, "prefill"))
         kill(pools, at_work(pools, "prefill"))
         tokens = [token for response in call for token in response.token_ids]
