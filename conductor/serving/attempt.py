@@ -38,6 +38,7 @@ class Attempt:
         "_exchanges",
         "_finished",
         "deadline",
+        "has_left",
         "is_decided",
         "is_reserved",
         "is_streaming",
@@ -57,6 +58,8 @@ class Attempt:
         self.is_reserved = False
         """The decode node has set the blocks aside."""
         self.is_streaming = False
+        self.has_left = False
+        """The nodes hold nothing of it any more, and it is not counted in the view."""
         self._exchanges: list[tuple[NodeSession, RequestId]] = []
         self._finished = finished
 

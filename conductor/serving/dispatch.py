@@ -180,9 +180,11 @@ class Dispatcher:
                 state.begin_attempt()
                 try:
                     with Attempt(state, self._finished) as attempt:
-                        yield await self._first(attempt)
+                        found = await self._first(attempt)
                         while not state.is_complete:
-                            yield await self._next(state)
+                            yield found
+                            found = await self._next(state)
+                    yield found
                 except (LostError, RejectedError) as error:
                     if not _may_try_again(state, error):
                         if state.generated and isinstance(error, RejectedError):
@@ -237,6 +239,9 @@ class Dispatcher:
         if finish is None:
             self._pace.began()
             attempt.is_streaming = True
+            # in the turn in which a client that reads has the last tokens
+            soon = asyncio.get_running_loop().call_soon
+            state.mailbox.when_over(lambda is_whole: soon(self._left, attempt, is_whole))
             if not stays:
                 # Before the client has the first token: the decode node need not wait for that.
                 assert prefilled.first_token is not None, "of a vector nothing is handed over"
@@ -372,16 +377,19 @@ class Dispatcher:
             self._pace.ended()
         if isinstance(error, ServeError):
             state.failed_at(attempt.placed.placement, error)
-        if state.is_complete:
-            end = "finished"
-        else:
-            end = type(error).__name__ if isinstance(error, Exception) else "cancelled"
-        actual = state.actual(end)
-        num_tokens = actual.num_output_tokens if state.is_complete else None
-        self._view.finished(state.attempt_id, self._clock.now_s(), num_tokens)
+        end = type(error).__name__ if isinstance(error, Exception) else "cancelled"
+        actual = state.actual("finished" if state.is_complete else end)
+        self._left(attempt, state.is_complete)
         for observer in self._observers:
             observer.ended(state.attempt_id, actual)
-        self._pump_soon()
+
+    def _left(self, attempt: Attempt, is_whole: bool) -> None:
+        """Count the nodes as free of an attempt, once: its client may read of it for long after."""
+        if not attempt.has_left:
+            attempt.has_left = True
+            num_tokens = 1 + attempt.state.mailbox.num_tokens if is_whole else None
+            self._view.finished(attempt.state.attempt_id, self._clock.now_s(), num_tokens)
+            self._pump_soon()
 
     async def _lent(self, attempt: Attempt, placed: Placed) -> Source | None:
         """Return blocks that the prefill node may load, lent until the attempt's end.

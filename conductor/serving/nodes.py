@@ -58,6 +58,7 @@ class Mailbox:
         self._is_due = False
         """Whether the reader is resolved, or is in line to be."""
         self._when_reserved: Callable[[Reserved], None] | None = None
+        self._when_over: Callable[[bool], object] | None = None
         self.failed: Failed | None = None
         """The node's message for which `next` raised an error."""
         self.has_heard = False
@@ -66,6 +67,8 @@ class Mailbox:
         """When the last tokens came, and the first, on the loop's clock: a pause has them read later."""
         self.num_joined = 0
         """Tokens in the first message that had some."""
+        self.num_tokens = 0
+        """Tokens in all messages that have arrived."""
 
     def put(self, item: FromNode) -> None:
         if self._when_reserved is not None and isinstance(item, Reserved):
@@ -77,6 +80,7 @@ class Mailbox:
             self._note_tokens(item)
         if not (isinstance(item, Tokens) and item.finish_reason is None):
             self._is_urgent = True
+            self._note_last(item)
         if not self._is_paused or self._is_urgent:
             self._wake()
 
@@ -84,6 +88,7 @@ class Mailbox:
         self.tokens_at_s = asyncio.get_running_loop().time()
         if not self.num_joined:
             self.joined_at_s, self.num_joined = self.tokens_at_s, len(item.tokens)
+        self.num_tokens += len(item.tokens)
 
     def when_reserved(self, call: Callable[[Reserved], None]) -> None:
         """Hand `Reserved` to `call` as it comes, and not to `next`."""
@@ -91,9 +96,20 @@ class Mailbox:
         if self._arrived and isinstance(self._arrived[0], Reserved):
             self.put(self._arrived.popleft())
 
+    def when_over(self, call: Callable[[bool], object]) -> None:
+        """Call `call` when the last tokens come, or are here (True); or a failure does (False)."""
+        self._when_over = call
+        if self._arrived:
+            self._note_last(self._arrived[-1])
+
+    def _note_last(self, item: FromNode) -> None:
+        if self._when_over is not None and _is_last(item):
+            call, self._when_over = self._when_over, None
+            call(isinstance(item, Tokens))
+
     def close(self) -> None:
         """Hand nothing to anybody any more."""
-        self._when_reserved = None
+        self._when_reserved = self._when_over = None
 
     async def next(self, kind: type[Message], pause_s: float = 0.0, resolve: Wake = _resolve) -> Message:
         """Return the next message; tokens that are not the last ones not before `pause_s`.
