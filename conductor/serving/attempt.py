@@ -68,6 +68,12 @@ class Attempt:
         session.begin(request_id, mailbox)
         self._exchanges.append((session, request_id))
 
+    def end_all_but(self, kept: RequestId) -> None:
+        """Let go of what all other exchanges hold: what was lent for a prompt that is computed."""
+        for session, request_id in self._exchanges:
+            if request_id != kept:
+                session.end(request_id)
+
     def __enter__(self) -> Attempt:
         return self
 

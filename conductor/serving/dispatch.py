@@ -320,6 +320,7 @@ class Dispatcher:
     def _was_prefilled(self, attempt: Attempt, placed: Placed, prefilled: Prefilled) -> None:
         """Test the decode load again, as arXiv 2407.00079 has it, and count the prompt as computed."""
         state, asked, placement = attempt.state, placed.asked, placed.placement
+        attempt.end_all_but(state.attempt_id)
         node = self._view.decode_node(state.attempt_id)
         ratio = self._view.corrections.ratio(placement.decode_node, "decode")
         load = node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio
@@ -392,7 +393,7 @@ class Dispatcher:
             self._pump_soon()
 
     async def _lent(self, attempt: Attempt, placed: Placed) -> Source | None:
-        """Return blocks that the prefill node may load, lent until the attempt's end.
+        """Return blocks that the prefill node may load, lent until the prompt is computed.
 
         None if placement wants none, or if they cannot be had: they are computed then.
         """
