@@ -193,11 +193,12 @@ def _continued(
     request = asked.request
     state.num_stops += 1
     token_ids = (*request.token_ids, *state.token_ids, *inserted)
-    left = request.stop.max_tokens - len(state.token_ids) - len(inserted)
-    left = min(left, model.max_model_len - len(token_ids))
+    spent = len(state.token_ids) + len(inserted)
+    left = min(request.stop.max_tokens - spent, model.max_model_len - len(token_ids))
     if left < 1:
         return None
-    stop = request.stop._replace(max_tokens=left)
+    least = min(max(0, request.stop.min_tokens - spent), left)
+    stop = request.stop._replace(max_tokens=left, min_tokens=least)
     return asked._replace(
         request=request._replace(
             request_id=RequestId(f"{request.request_id}-r"), token_ids=token_ids, stop=stop

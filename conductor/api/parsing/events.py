@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 MAX_CALL_DEPTH = 100
-"""Lists and objects in each other in a call's arguments; what is deeper is no call but text."""
+"""Lists and objects in each other in a tool's schema, or a call's arguments: what is deeper is no call but
+text."""
 
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of one surrogate, which may stand alone in JSON, and is no character then."""
@@ -69,12 +71,24 @@ def called_or_none(name: object, arguments: object) -> Called | None:
     """Return a call, or None for what is none: its name is no text, or its arguments are no object."""
     if isinstance(arguments, str):
         arguments = value_or_none(arguments)  # some models write the object as a text
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or fault_of(arguments):
         return None
     try:
-        return Called(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-    except (ValueError, RecursionError):
+        return Called(name, json.dumps(arguments, ensure_ascii=False))
+    except ValueError:  # a number of thousands of digits
         return None
+
+
+def fault_of(value: Any, levels: int = MAX_CALL_DEPTH) -> str:
+    """Return what a value of JSON has that it may not have, in words; empty: nothing."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "it has a number that JSON cannot say"
+    if not isinstance(value, dict | list):
+        return ""
+    if not levels:
+        return f"at most {MAX_CALL_DEPTH} levels"
+    items = value.values() if isinstance(value, dict) else value
+    return next((fault for item in items if (fault := fault_of(item, levels - 1))), "")
 
 
 def value_or_none(text: str) -> Any:

@@ -1,0 +1,49 @@
+"""The bounds of an answer where it goes on in another request, or is more than a client may send back."""
+
+import json
+
+import httpx
+import pytest
+
+from tests.conductor.api.conversing import talking
+from tests.conductor.fakes import MODEL, spoken
+
+USER = {"role": "user", "content": "1 + 2?"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "array"}}}
+
+
+async def test_tokens_of_reasoning_that_is_ended_count_for_the_least_that_an_answer_has(tooled):
+    def script(request):
+        thinks = "</think>" not in tooled.tokenizer.decode(request.token_ids, False)
+        return spoken(tooled, "one two three" if thinks else "3")
+
+    body = {"model": MODEL, "messages": [USER], "thinking_token_budget": 7, "max_tokens": 40}
+    async with talking(tooled, script) as api, httpx.AsyncClient(timeout=60) as client:
+        for least in (30, 5):
+            asked = {**body, "min_tokens": least}
+            assert (await client.post(f"{api.url}/v1/chat/completions", json=asked)).status_code == 200
+    first, second, _, fourth = api.dispatcher.requests
+    spent = len(second.token_ids) - len(first.token_ids)
+    assert (second.stop.max_tokens, second.stop.min_tokens) == (40 - spent, 30 - spent)
+    assert fourth.stop.min_tokens == 0
+
+
+@pytest.mark.parametrize(("levels", "num_calls"), [(90, 1), (150, 0)])
+async def test_a_call_that_no_client_could_send_back_is_text(tooled, levels, num_calls):
+    arguments = f'{{"a": {"[" * levels}{"]" * levels}}}'
+    called = json.dumps({"name": "add", "arguments": arguments})
+    tools = [{"type": "function", "name": "add", "parameters": SCHEMA}]
+    body = {"model": MODEL, "input": "1 + 2?", "tools": tools}
+    async with (
+        talking(tooled, f"<tool_call>\n{called}\n</tool_call>") as api,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
+        answer = await client.post(f"{api.url}/v1/responses", json=body)
+        assert answer.status_code == 200
+        found = answer.json()
+        kinds = [item["type"] for item in found["output"]]
+        assert kinds.count("function_call") == num_calls
+        assert "[[[" in str(found["output"])
+        assert found["status"] == "completed"
+        more = {"model": MODEL, "previous_response_id": found["id"], "input": "4?"}
+        assert (await client.post(f"{api.url}/v1/responses", json=more)).status_code == 200
