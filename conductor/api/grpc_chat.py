@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, get_args
 
 from base.errors import InvalidRequestError
 from base.request import FinishReason
-from conductor.api.chat_template import ChatMessage, ChatRole, PastCall
+from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
 from conductor.api.openai_schema import ReasoningEffort, reasoning_wishes
 from conductor.api.openai_tools import (
     MAX_TOOL_CALLS,
-    FunctionTool,
     check_json_texts,
     chosen,
     past_arguments,
@@ -89,8 +88,7 @@ def _tools(chat: pb.ChatMessages) -> Tools:
     for index, tool in enumerate(chat.tools):
         param = f"chat.tools[{index}]"
         schema = past_arguments(tool.parameters, f"{param}.parameters")
-        function = FunctionTool(name=tool.name, description=tool.description, parameters=dict(schema))
-        specs.append(tool_spec(function, param))
+        specs.append(tool_spec(ToolSpec(tool.name, tool.description, schema), param))
     choice = chat.tool_choice
     if choice.mode not in ("", "auto", "none", "required"):
         field = "chat.tool_choice.mode"

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
 from conductor.api.body_bounds import excess
 from conductor.api.chat_template import ToolSpec
-from conductor.api.parsing.events import value_or_none
+from conductor.api.parsing.events import fault_of, value_or_none
 from conductor.api.strict_body import StrictBody, required
 from conductor.api.turn import Tools
 
 MAX_TOOLS = 1_024
 MAX_TOOL_CALLS = 128
-MAX_SCHEMA_DEPTH = 100
 MAX_JSON_CHARS = 1 << 20
 """Characters of all JSON in texts of a conversation: arguments of calls; over gRPC, schemas too."""
+CALL_CHARS = 64
+"""Characters of JSON whose time the shortest call takes to be read."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 MAX_KEYS = 1_024
 """Members of a schema, or of the arguments of a call, at the top; a body has bounds for all of its own."""
-Table = Annotated[dict[str, Any], Field(max_length=MAX_KEYS)]
+
+
+def _of_json(table: dict[str, Any]) -> dict[str, Any]:
+    """Return what some JSON could be that is not too deep; here, where a long body is off the event loop."""
+    if fault := fault_of(table):
+        raise PydanticCustomError("json", fault)
+    return table
+
+
+Table = Annotated[dict[str, Any], Field(max_length=MAX_KEYS), AfterValidator(_of_json)]
 
 
 class FunctionTool(StrictBody):
@@ -33,6 +44,9 @@ class FunctionTool(StrictBody):
     description: str | None = None
     parameters: Table | None = None
     strict: bool | None = None
+
+    def spec(self) -> ToolSpec:
+        return ToolSpec(self.name, self.description or "", self.parameters or {}, bool(self.strict))
 
 
 class OfferedTool(StrictBody):
@@ -81,42 +95,19 @@ ToolChoice = Annotated[
 ]
 
 
-def tool_spec(function: FunctionTool, param: str, schema_field: str = "parameters") -> ToolSpec:
-    """Return a tool as a turn has it; raises InvalidRequestError for a name or a schema that cannot be.
+def tool_spec(spec: ToolSpec, param: str, schema_field: str = "parameters") -> ToolSpec:
+    """Return a tool; raises InvalidRequestError for a name that cannot be, or a schema of no object.
 
-    `schema_field`: what the API at hand calls the schema.
+    `schema_field`: what the API at hand calls the schema, whose values were looked at where it was read.
     """
-    if not _NAME.fullmatch(function.name):
+    if not _NAME.fullmatch(spec.name):
         raise InvalidRequestError(
             f"{param}.name: 1 to 128 letters, digits and any of _ - . : / are wanted", f"{param}.name"
         )
-    parameters = function.parameters or {}
-    check_schema(parameters, f"{param}.{schema_field}")
-    return ToolSpec(function.name, function.description or "", parameters, bool(function.strict))
-
-
-def check_schema(schema: Mapping[str, Any], param: str) -> None:
-    """Raise InvalidRequestError for a schema of no object, or one that no JSON could be, or is too deep."""
-    if schema.get("type", "object") != "object":
-        raise InvalidRequestError(f"{param}.type: a tool takes an object", f"{param}.type")
-    _check_value(schema, param)
-
-
-def _check_value(value: Any, param: str) -> None:
-    if fault := _fault(value, MAX_SCHEMA_DEPTH):
-        raise InvalidRequestError(f"{param}: {fault}", param)
-
-
-def _fault(value: Any, levels: int) -> str:
-    """Return what a value of JSON has that it may not have, in words; empty: nothing."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "it has a number that JSON cannot say"
-    if not isinstance(value, dict | list):
-        return ""
-    if not levels:
-        return f"at most {MAX_SCHEMA_DEPTH} levels"
-    items = value.values() if isinstance(value, dict) else value
-    return next((fault for item in items if (fault := _fault(item, levels - 1))), "")
+    if spec.parameters.get("type", "object") != "object":
+        field = f"{param}.{schema_field}.type"
+        raise InvalidRequestError(f"{field}: a tool takes an object", field)
+    return spec
 
 
 def offered_tools(
@@ -131,7 +122,7 @@ def offered_tools(
                 f"{param}.type: {tool.type[:100]!r} is not supported, function is", f"{param}.type"
             )
         param = f"{param}.function"
-        specs.append(tool_spec(required(tool.function, param), param))
+        specs.append(tool_spec(required(tool.function, param).spec(), param))
     return chosen(specs, *_choice(choice), is_parallel)
 
 
@@ -164,7 +155,7 @@ def chosen(specs: Sequence[ToolSpec], mode: str, names: Sequence[str] | None, is
     """
     known = {spec.name: spec for spec in specs}
     if len(known) < len(specs):
-        twice = next(spec.name for at, spec in enumerate(specs) if spec.name in {s.name for s in specs[:at]})
+        twice = next(name for name, count in Counter(spec.name for spec in specs).items() if count > 1)
         raise InvalidRequestError(f"tools: {twice!r} is there twice", "tools")
     if missing := [name for name in names or () if name not in known]:
         raise InvalidRequestError(f"tool_choice: no tool is called {missing[0][:100]!r}", "tool_choice")
@@ -205,5 +196,6 @@ def past_arguments(text: str, param: str) -> Mapping[str, Any]:
     value = value_or_none(text or "{}")
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{param}: JSON of an object is wanted", param)
-    _check_value(value, param)
+    if fault := fault_of(value):
+        raise InvalidRequestError(f"{param}: {fault}", param)
     return value

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from base.errors import InvalidRequestError
@@ -25,6 +26,8 @@ INLINE_CHARS = 2_000
 """Longer texts leave the event loop: about 2 ms of it."""
 MANY_CHARS_A_TOKEN = 4
 """The most of a conversation that fits the context window; a longer one is counted before it is rendered."""
+PART_CHARS = 10
+"""Characters whose time a turn, a call or a tool takes to render, however short it is."""
 INLINE_TOKENS = 2_000
 """More token ids leave the event loop to become text."""
 
@@ -153,11 +156,16 @@ async def _rendered(
             return template.render(with_tools_in_words(turns, offered), add_generation_prompt, set_ones)
         return template.render(turns, add_generation_prompt, set_ones, offered)
 
-    num_chars = sum(len(message.content) for message in messages) + _tool_chars(messages, tools)
-    if num_chars > max(INLINE_CHARS, MANY_CHARS_A_TOKEN * model.max_model_len):
-        # A template copies what it is given several times.
-        await asyncio.to_thread(_require_window, model, messages)
-    return render() if num_chars <= INLINE_CHARS else await asyncio.to_thread(render)
+    def render_what_fits() -> str:
+        if sum(_sizes(messages, tools, variables)) > MANY_CHARS_A_TOKEN * model.max_model_len:
+            # A template copies what it is given several times.
+            _require_window(model, messages)
+        return render()
+
+    # Counted no further than it takes to see that there is much to look at.
+    if all(size <= INLINE_CHARS for size in accumulate(_sizes(messages, tools, variables))):
+        return render()
+    return await asyncio.to_thread(render_what_fits)
 
 
 def _require_window(model: ServedModel, messages: Sequence[ChatMessage]) -> None:
@@ -170,24 +178,34 @@ def _require_window(model: ServedModel, messages: Sequence[ChatMessage]) -> None
             raise prompt_too_long(num_tokens, model.max_model_len)
 
 
-def _tool_chars(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> int:
-    """Return about how many characters tools and calls have."""
-    size = sum(len(tool.description) + _num_chars(tool.parameters) for tool in tools)
+def _sizes(
+    messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], variables: Mapping[str, Any] | None
+) -> Iterator[int]:
+    """Yield about how many characters each part of a conversation has, or is worth."""
     for message in messages:
-        size += len(message.reasoning or "") + sum(_num_chars(call.arguments) for call in message.calls)
-    return size
+        yield PART_CHARS + len(message.content) + len(message.reasoning or "")
+        for call in message.calls:
+            yield PART_CHARS
+            yield from _value_sizes(call.arguments)
+    for tool in tools:
+        yield PART_CHARS + len(tool.description)
+        yield from _value_sizes(tool.parameters)
+    yield from _value_sizes(variables or {})
 
 
-def _num_chars(value: Any) -> int:
+def _value_sizes(value: Any) -> Iterator[int]:
     match value:
         case str():
-            return len(value) + 2
+            yield len(value) + 2
         case Mapping():
-            return sum(len(key) + 4 + _num_chars(item) for key, item in value.items())
+            for key, item in value.items():
+                yield len(key) + 4
+                yield from _value_sizes(item)
         case list():
-            return sum(map(_num_chars, value))
+            for item in value:
+                yield from _value_sizes(item)
         case _:
-            return 6
+            yield 6
 
 
 class _Cutting:

@@ -10,6 +10,7 @@ from conductor.api.backend import Backend
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
 from conductor.api.openai_schema import ChatBody, DetokenizeBody, Message, TokenizeBody, chat_messages
+from conductor.api.openai_tools import CALL_CHARS
 from conductor.api.options import require_model
 from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
@@ -18,7 +19,8 @@ from conductor.api.turn import ChatTurn, prepare_turn
 
 async def asked_turn(model: ServedModel, body: ChatBody | TokenizeBody, messages: list[Message]) -> ChatTurn:
     """Return the turn that a body's conversation asks for; raises InvalidRequestError."""
-    num_chars = sum(len(call.function.arguments) for each in messages for call in each.tool_calls or ())
+    calls = (call for each in messages for call in each.tool_calls or ())
+    num_chars = sum(CALL_CHARS + len(call.function.arguments) for call in calls)
     return await prepare_turn(
         model,
         await off_loop(num_chars, partial(chat_messages, messages)),

@@ -15,9 +15,11 @@ import string
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from base.errors import InvalidRequestError
+from base.off_loop import off_loop
 from base.request import MAX_GRAMMAR_CHARS, FinishReason, Grammar, GrammarKind, RequestId
 from conductor.api.chat_template import ChatMessage, ToolSpec
 from conductor.api.completion import Completions, Piece
@@ -26,7 +28,7 @@ from conductor.api.parsing.answer import AnswerParser, Form
 from conductor.api.parsing.events import Called, Event, Said, Thought
 from conductor.api.parsing.families import FORMS
 from conductor.api.parsing.forced import DEMANDED, demanded_schema
-from conductor.api.prompt import chat_token_ids
+from conductor.api.prompt import MANY_CHARS_A_TOKEN, chat_token_ids
 from conductor.api.served_model import ServedModel
 from conductor.api.tool_prompt import FAMILY
 
@@ -123,7 +125,9 @@ async def prepare_turn(
         turn = without_thinking(model, turn)
     if tools.demanded:
         schemas = {tool.name: tool.parameters for tool in tools.offered if tool.name in tools.demanded}
-        return replace(turn, form=DEMANDED, grammar_source=demanded_schema(schemas, tools.is_parallel))
+        num_chars = MANY_CHARS_A_TOKEN * len(token_ids)  # the schemas are in the prompt
+        source = await off_loop(num_chars, partial(demanded_schema, schemas, tools.is_parallel))
+        return replace(turn, form=DEMANDED, grammar_source=source)
     if form is None:
         return turn
     return replace(turn, kept_token_ids=model.tokenizer.specials_within(form.marks))

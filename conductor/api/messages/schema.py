@@ -18,7 +18,7 @@ from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import SchemaText
 from conductor.api.openai_schema import SamplingBody, content_kind, sampling_of
-from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, require_called, tool_spec
+from conductor.api.openai_tools import MAX_TOOLS, Table, chosen, require_called, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
 from conductor.api.strict_body import StrictBody, TemplateVariables, required
 from conductor.api.turn import Reasoning, Tools
@@ -175,8 +175,7 @@ def _tool(tool: AnthropicTool, param: str) -> ToolSpec:
             f"{param}.type: {tool.type!r} is a tool of the provider's; custom is supported", f"{param}.type"
         )
     schema = required(tool.input_schema, f"{param}.input_schema")
-    function = FunctionTool(name=tool.name, description=tool.description, parameters=schema)
-    return tool_spec(function, param, "input_schema")
+    return tool_spec(ToolSpec(tool.name, tool.description or "", schema), param, "input_schema")
 
 
 def _turns(message: AnthropicMessage, param: str, call_ids: set[str]) -> list[ChatMessage]:

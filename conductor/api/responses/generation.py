@@ -22,7 +22,7 @@ from conductor.api.openai_format import DONE
 from conductor.api.openai_tools import past_arguments
 from conductor.api.options import check_options, make_request, params_spelled, require_model, unique_id
 from conductor.api.parsing.events import value_or_none
-from conductor.api.prompt import following_token_ids
+from conductor.api.prompt import MANY_CHARS_A_TOKEN, following_token_ids
 from conductor.api.responses.held import HeldResponse, answered
 from conductor.api.responses.items import OutputItems
 from conductor.api.responses.schema import ResponsesBody
@@ -79,7 +79,7 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
             elif body.stream and added:
                 await reply.event(added)
     if body.store is not False:
-        _hold(backend, caller, response.response_id, asked, items, generated)
+        await _hold(backend, caller, response.response_id, asked, items, generated)
     whole = response.ended(reason)
     if body.stream:
         await reply.end(last + items.event(f"response.{whole['status']}", response=whole) + DONE)
@@ -117,7 +117,7 @@ def _setting(instructions: str | None, tools: Sequence[ToolSpec], variables: Map
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _hold(
+async def _hold(
     backend: Backend,
     caller: Caller,
     response_id: str,
@@ -125,14 +125,17 @@ def _hold(
     items: OutputItems,
     generated: list[int],
 ) -> None:
-    calls = tuple(
-        PastCall(call_id, call.name, past_arguments(call.arguments, "arguments"))
-        for call_id, call in items.calls
-    )
-    answer = ChatMessage("assistant", items.text, calls=calls)
-    token_ids = answered(asked.turn.token_ids, generated, backend.model.eos_token_ids)
-    held = HeldResponse(token_ids, (*asked.messages, answer), asked.setting)
-    backend.held.hold(caller.tenant, response_id, held)
+    def held() -> HeldResponse:
+        calls = tuple(
+            PastCall(call_id, call.name, past_arguments(call.arguments, "arguments"))
+            for call_id, call in items.calls
+        )
+        answer = ChatMessage("assistant", items.text, calls=calls)
+        token_ids = answered(asked.turn.token_ids, generated, backend.model.eos_token_ids)
+        return HeldResponse(token_ids, (*asked.messages, answer), asked.setting)
+
+    num_chars = MANY_CHARS_A_TOKEN * (len(asked.turn.token_ids) + len(generated))
+    backend.held.hold(caller.tenant, response_id, await off_loop(num_chars, held))
 
 
 class _Response:

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from base.clock import Clock
@@ -25,7 +26,8 @@ LEAST_BYTES = 4_096
 HELD_S = 3_600.0
 
 
-class HeldResponse(NamedTuple):
+@dataclass(frozen=True)
+class HeldResponse:
     """A conversation up to and with one answer."""
 
     token_ids: array[int]
@@ -34,10 +36,12 @@ class HeldResponse(NamedTuple):
     setting: bytes
     """Equal where a new turn goes on from the tokens: a digest of instructions, tools and variables."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it is charged with."""
-        return sys.getsizeof(self.token_ids) + sum(map(_turn_bytes, self.messages)) + LEAST_BYTES
+    num_bytes: int = field(init=False)
+    """Bytes that it is charged with, counted as it is made: each value of its calls is looked at."""
+
+    def __post_init__(self) -> None:
+        num_bytes = sys.getsizeof(self.token_ids) + sum(map(_turn_bytes, self.messages)) + LEAST_BYTES
+        object.__setattr__(self, "num_bytes", num_bytes)
 
 
 def _turn_bytes(turn: ChatMessage) -> int:

@@ -19,8 +19,8 @@ from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
 from conductor.api.openai_schema import MAX_PARTS, SamplingBody, content_kind, sampling_of
 from conductor.api.openai_tools import (
+    CALL_CHARS,
     MAX_TOOLS,
-    FunctionTool,
     Table,
     check_json_texts,
     choice_kind,
@@ -196,9 +196,9 @@ class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
 
     @property
     def num_json_chars(self) -> int:
-        """Characters of JSON that stand in texts of `input`."""
+        """Characters of JSON that stand in texts of `input`, and what its items are worth."""
         items = () if isinstance(self.input, str) else self.input
-        return sum(len(item.arguments or "") for item in items if isinstance(item, InputItem))
+        return sum(CALL_CHARS + len(item.arguments or "") for item in items if isinstance(item, InputItem))
 
     def conversation_after(self, call_ids: set[str]) -> list[ChatMessage]:
         """Return the turns of `input`; raises InvalidRequestError.
@@ -222,10 +222,8 @@ def _tool(tool: ResponsesTool, param: str) -> ToolSpec:
             f"{param}.type: {tool.type!r} is not supported, function is", f"{param}.type"
         )
     name = required(tool.name, f"{param}.name")
-    function = FunctionTool(
-        name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return tool_spec(function, param)
+    spec = ToolSpec(name, tool.description or "", tool.parameters or {}, bool(tool.strict))
+    return tool_spec(spec, param)
 
 
 def _add(turns: list[ChatMessage], item: InputMessage | InputItem, param: str, call_ids: set[str]) -> None:
