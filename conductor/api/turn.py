@@ -30,6 +30,7 @@ from conductor.api.parsing.families import FORMS
 from conductor.api.parsing.forced import DEMANDED, demanded_schema
 from conductor.api.prompt import MANY_CHARS_A_TOKEN, chat_token_ids
 from conductor.api.served_model import ServedModel
+from conductor.api.tokenizer import Detokenizer
 from conductor.api.tool_prompt import FAMILY
 
 TAIL_TOKENS = 24
@@ -179,7 +180,7 @@ async def parts_of(
                     return
             yield part
         inserted = _stop_thinking(completions.model, turn.form)
-        events = state.pushed(turn.form.stop_thinking)
+        events = state.pushed(_held_back(asked, state, completions.model) + turn.form.stop_thinking)
         continued = _continued(asked, state, inserted, completions.model)
         if continued is None:
             ended = Piece("", (), FinishReason.LENGTH, state.num_cached)
@@ -210,6 +211,15 @@ def _continued(
     )
 
 
+def _held_back(asked: TextRequest, state: _Answer, model: ServedModel) -> str:
+    """Return text of the tokens so far that was not shown: a stop string could have begun with it."""
+    options = asked.options
+    if not options.stop:
+        return ""
+    detokenizer = Detokenizer(model.tokenizer, options.skip_special_tokens, options.kept_token_ids)
+    return "".join(map(detokenizer.push, state.token_ids))[state.num_chars :]
+
+
 @dataclass
 class _Answer:
     """The state of one answer on its way."""
@@ -219,6 +229,8 @@ class _Answer:
     is_spent: bool = False
     """Whether the budget of reasoning is spent, and reasoning is not at its end."""
     num_stops: int = 0
+    num_chars: int = 0
+    """Characters of the pieces so far."""
     num_reasoning: int = 0
     num_cached: int = 0
     """Tokens of the turn's prompt that were cached, as its first request had them."""
@@ -238,6 +250,7 @@ class _Answer:
         if self.num_stops:  # a request that goes on finds what the turn itself has computed
             piece = piece._replace(num_cached_tokens=self.num_cached)
         self.num_cached = piece.num_cached_tokens
+        self.num_chars += len(piece.text)
         was_thinking = self._parser.is_thinking
         pushed = self._parser.push(piece.text)
         if was_thinking or self._parser.is_thinking:

@@ -28,6 +28,19 @@ async def test_tokens_of_reasoning_that_is_ended_count_for_the_least_that_an_ans
     assert fourth.stop.min_tokens == 0
 
 
+@pytest.mark.parametrize("stop", [None, ["two four"], ["o three", "x"]])
+async def test_reasoning_that_is_ended_within_what_may_be_a_stop_string_is_shown(tooled, stop):
+    def script(request):
+        thinks = "</think>" not in tooled.tokenizer.decode(request.token_ids, False)
+        return spoken(tooled, "one two three" if thinks else "3")
+
+    body = {"model": MODEL, "messages": [USER], "thinking_token_budget": 7, "stop": stop}
+    async with talking(tooled, script) as api, httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(f"{api.url}/v1/chat/completions", json=body)
+    message = answer.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("one two", "3")
+
+
 @pytest.mark.parametrize(("levels", "num_calls"), [(90, 1), (150, 0)])
 async def test_a_call_that_no_client_could_send_back_is_text(tooled, levels, num_calls):
     arguments = f'{{"a": {"[" * levels}{"]" * levels}}}'
