@@ -97,9 +97,7 @@ def _due_s(row: Decoding) -> float:
 
 def _longest_left_s(row: Decoding, empty_s: float, now_s: float) -> float:
     bounds = row.sequence.gap_bounds
-    longest_s = inf
-    if bounds.longest_s != inf:
-        longest_s = KEPT_LONGEST * bounds.longest_s - (now_s - row.last_token_at_s)
-    elif bounds.mean_s == inf or row.sequence.is_mean_lost:
-        longest_s = target_gap_s(empty_s)
-    return longest_s
+    if empty_s <= bounds.longest_s < inf:
+        return KEPT_LONGEST * bounds.longest_s - (now_s - row.last_token_at_s)
+    has_mean = bounds.longest_s == inf != bounds.mean_s and not row.sequence.is_mean_lost
+    return inf if has_mean else target_gap_s(empty_s)

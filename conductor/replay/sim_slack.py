@@ -29,8 +29,8 @@ class BatchSlack:
         """How many of the batch have each bound on the longest gap."""
         self._num_unbounded = 0
         """How many of the batch name no bound, or have lost their only one."""
-        self._joined_by_s = inf
-        """When the first of those that join in this step is due, by a bound on the longest gap."""
+        self._joined: list[SimRequest] = []
+        """Those that join in this step and have a bound on the longest gap."""
         self._new: list[tuple[float, int, SimRequest]] = []
         """Entries for the heaps, of those whose first token came with the last step."""
 
@@ -42,7 +42,7 @@ class BatchSlack:
         bounds = request.gap_bounds
         if bounds.longest_s != inf:
             self._longest[bounds.longest_s] = self._longest.get(bounds.longest_s, 0) + 1
-            self._joined_by_s = min(self._joined_by_s, request.token_at_s + KEPT_LONGEST * bounds.longest_s)
+            self._joined.append(request)
         if bounds.mean_s == inf or request.is_mean_lost:
             self._num_unbounded += bounds.longest_s == inf
             return
@@ -66,7 +66,7 @@ class BatchSlack:
 
     def stepped(self) -> None:
         """Note that those who joined have had a step."""
-        self._joined_by_s = inf
+        self._joined.clear()
         for entry in self._new:
             heappush(self._heaps.setdefault(entry[2].gap_bounds.mean_s, []), entry)
         self._new.clear()
@@ -88,13 +88,11 @@ class BatchSlack:
             request.is_mean_lost = True
             if request.join_number:
                 self._num_unbounded += request.gap_bounds.longest_s == inf
-        longest_left_s = self._joined_by_s - now_s
-        if self._longest:
-            longest_left_s = min(longest_left_s, KEPT_LONGEST * min(self._longest))
-        if self._num_unbounded:
+        longest_left_s = min((KEPT_LONGEST * each for each in self._longest if each >= empty_s), default=inf)
+        if self._num_unbounded or any(each < empty_s for each in self._longest):
             longest_left_s = min(longest_left_s, target_gap_s(empty_s))
-        for request in waiting:
-            longest_left_s = min(longest_left_s, _waiting_left_s(request, empty_s, now_s))
+        for request in (*self._joined, *waiting):
+            longest_left_s = min(longest_left_s, _longest_left_s(request, empty_s, now_s))
         return mean_left_s, longest_left_s, saving_s
 
     def _first_due(
@@ -127,9 +125,10 @@ class BatchSlack:
         return best
 
 
-def _waiting_left_s(request: SimRequest, empty_s: float, now_s: float) -> float:
-    """Return how long a sequence that waits for its place can wait by a bound on the longest gap."""
+def _longest_left_s(request: SimRequest, empty_s: float, now_s: float) -> float:
+    """Return how long a sequence can wait by a bound on the longest gap, or by the target."""
     bounds = request.gap_bounds
-    if bounds.longest_s != inf:
+    if empty_s <= bounds.longest_s < inf:
         return request.token_at_s + KEPT_LONGEST * bounds.longest_s - now_s
-    return target_gap_s(empty_s) if bounds.mean_s == inf or request.is_mean_lost else inf
+    has_mean = bounds.longest_s == inf != bounds.mean_s and not request.is_mean_lost
+    return inf if has_mean else target_gap_s(empty_s)

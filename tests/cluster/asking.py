@@ -39,7 +39,7 @@ def generated(address, token_ids, max_tokens):
     tokens, usage = [], None
     with grpc.insecure_channel(address) as channel:
         for response in InferenceStub(channel).Generate(
-            generate_request(token_ids, max_tokens), timeout=PATIENCE_S * 5
+            generate_request(token_ids, max_tokens), timeout=PATIENCE_S
         ):
             tokens += response.token_ids
             if response.finish_reason:

@@ -135,6 +135,14 @@ def test_a_bound_that_an_empty_step_breaks_or_hardly_keeps_starves_no_prompt(bou
     assert generated(prompt)[:1] == continuation(prompt.token_ids[: prompt.num_prompt_tokens], 1)
 
 
+def test_a_longest_gap_shorter_than_an_empty_step_counts_as_the_target() -> None:
+    bench = TimedBench()
+    bench.decoding("first", GapBounds(longest_s=0.002))
+    bench.prompt("prompt", 1500)
+    bench.run()
+    assert 0.04 < max(bench.gaps_s["first"]) <= 0.05
+
+
 def test_a_bound_that_is_lost_binds_no_more() -> None:
     bench = TimedBench()
     late = bench.decoding("late", GapBounds(0.02), max_tokens=20)

@@ -44,6 +44,7 @@ BOUNDS = {
     "no bounds": (UNBOUNDED_GAPS,),
     "one mean": (GapBounds(0.012),),
     "tighter than an empty step": (GapBounds(0.003),),
+    "longest tighter than an empty step": (GapBounds(longest_s=0.003), GapBounds(0.02, 0.004)),
     "hardly met": (GapBounds(0.0065), GapBounds(0.3)),
     "longest": (GapBounds(longest_s=0.015),),
     "all kinds": (
