@@ -40,6 +40,9 @@ QUEUE_S = 2.0
 SMOOTHING_S = 3.0
 """Arrivals come in bursts; what is shorter is answered by placement alone."""
 
+FORGOTTEN_S = 128.0
+"""Seconds after which looks every `STEP_S` have kept no bit of what was seen."""
+
 HOLD_S = 1.0
 """Seconds for which a change must be wanted."""
 

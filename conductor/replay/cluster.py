@@ -27,7 +27,7 @@ from base.step_budget import GapBounds
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import bare_node
-from conductor.placing.roles import STEP_S, RoleChange, RoleController
+from conductor.placing.roles import FORGOTTEN_S, STEP_S, RoleChange, RoleController
 from conductor.placing.scheduler import place
 from conductor.replay.block_cache import make_cache
 from conductor.replay.cluster_options import ClusterOptions, NodeSpec
@@ -81,7 +81,7 @@ class SimCluster:
         """The view of the conductor that is in control of roles."""
         self.num_events = 0
         """Arrivals and what followed from them, once the run is over."""
-        self._is_arriving = False
+        self._arrives_at_s = inf
         self._in_flight: dict[SimRequest, None] = {}
         self._num_turns_to_come = 0
         self._later: Iterator[TraceRequest] | None = None
@@ -120,20 +120,19 @@ class SimCluster:
             self._at(STEP_S, self._step_roles, self._roles)
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
-        self._is_arriving = True
         for number, row in enumerate(arrivals):
             self._run_until(row.arrival_s)
             self.now_s = row.arrival_s
             self._arrived(row)
             if watch is not None and not number % WATCH_EVERY:
                 watch(self.now_s, number + 1)
-        self._is_arriving = False
         self._run_until(inf)
         for news in self._news:
             news.settle(inf)
         self.num_events = self._events.num_scheduled + self.outcomes.num_arrived
 
     def _run_until(self, moment_s: float) -> None:
+        self._arrives_at_s = moment_s
         moments, run_next = self._events.moments, self._events.run_next
         while moments and moments[0] < moment_s:
             self.now_s = moments[0]
@@ -142,8 +141,13 @@ class SimCluster:
     @property
     def _is_busy(self) -> bool:
         """Whether something will happen that is worth watching."""
-        is_served = self._in_flight or any(conductor.num_waiting for conductor in self._conductors)
-        return self._is_arriving or bool(is_served) or self._num_turns_to_come > 0
+        return self._arrives_at_s < inf or self._has_work
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a request is under way or will follow one."""
+        waits = any(conductor.num_waiting for conductor in self._conductors)
+        return waits or bool(self._in_flight) or self._num_turns_to_come > 0
 
     # Nodes
 
@@ -219,12 +223,13 @@ class SimCluster:
             request.flow = None
 
     def _step_roles(self, roles: RoleController) -> None:
-        in_control = self._conductors[0]
-        change = roles.step(self.view, self.now_s, in_control.waiting_s)
+        change = roles.step(self.view, self.now_s, self._conductors[0].waiting_s)
         if change is not None:
             self._at(self.now_s + WAKE_DELAY_S, self._has_role, change)
         if self._is_busy:
-            self._at(self.now_s + STEP_S, self._step_roles, roles)
+            due_s = min([self._arrives_at_s, *self._events.moments[:1]])
+            idle_s = 0.0 if self._has_work else (due_s - self.now_s - FORGOTTEN_S) // STEP_S * STEP_S
+            self._at(self.now_s + max(STEP_S, idle_s), self._step_roles, roles)
 
     def _has_role(self, change: RoleChange) -> None:
         """Hear from a node that it has the role that it was given."""

@@ -365,3 +365,27 @@ def test_requests_that_end_with_their_prompts_take_no_decode_node(reject: Reject
     assert len(alone) > 100
     assert all(outcomes.prefill_node[at] == outcomes.decode_node[at] for at in alone)
     assert all(outcomes.tbt_s[at] == 0.0 for at in alone)
+
+
+def twice(trace: Trace, apart_s: float) -> Trace:
+    later = [row._replace(arrival_s=row.arrival_s + apart_s) for row in trace.requests]
+    return dataclasses.replace(trace, requests=[*trace.requests, *later])
+
+
+def test_thirty_years_in_which_nothing_comes_take_few_events() -> None:
+    settings = SchedulerSettings(roles_follow=True)
+    once = run(small_trace(), "1P3D", settings=settings)
+    cluster = run(twice(small_trace(), 1e9), "1P3D", settings=settings)
+    check_ends(cluster, 600)
+    assert cluster.num_events < 3 * once.num_events
+
+
+def test_looks_that_are_left_out_while_nothing_goes_on_change_nothing(monkeypatch) -> None:
+    trace, settings = twice(small_trace(rate=8.0), 600.0), SchedulerSettings(roles_follow=True)
+    fewer = run(trace, "1P4D", settings=settings)
+    monkeypatch.setattr("conductor.replay.cluster.FORGOTTEN_S", inf)
+    every = run(trace, "1P4D", settings=settings)
+    assert fewer.num_events < every.num_events
+    assert fewer.outcomes.role_changes == every.outcomes.role_changes > 0
+    assert fewer.outcomes.ttft_s == every.outcomes.ttft_s
+    assert fewer.outcomes.mean_tbt_s == every.outcomes.mean_tbt_s
