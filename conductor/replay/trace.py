@@ -209,7 +209,11 @@ def _changed(first: TraceRequest, speed: float, offset: int, known: dict[int, Pa
 
 
 def open_trace(path: Path, mode: Literal["r", "w"]) -> TextIO:
-    """Open a file of text, gzipped where its name ends in .gz; the same text gives the same bytes."""
+    """Open a file of text, gzipped where its name ends in .gz; the same text gives the same bytes.
+
+    A byte order mark, as spreadsheets write it, is passed over.
+    """
+    encoding = "utf-8-sig" if mode == "r" else "utf-8"
     if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.GzipFile(path, f"{mode}b", mtime=0))
-    return path.open(mode)
+        return io.TextIOWrapper(gzip.GzipFile(path, f"{mode}b", mtime=0), encoding)
+    return path.open(mode, encoding=encoding)

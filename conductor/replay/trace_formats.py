@@ -49,6 +49,9 @@ FORMATS = ("mooncake", "aiperf", "weka", "tracelab", "bailian", *TABLES, "decisi
 
 BAILIAN_BLOCK_SIZE = 16
 
+DATES_S = 1e8
+"""Times of a trace that begins later than this are dates (since 1970), and count from its first request."""
+
 ALIASES = {"created_time": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
 
 Lines = Iterator[tuple[int, str]]
@@ -77,8 +80,10 @@ def read_trace(
     else:
         requests, size, known = _json_lines(file, block_size, name)
     if not requests:
-        raise ConfigError(f"{path}: no request in it")
+        raise ConfigError("; passed over ".join([f"{path}: no request in it", *file.reasons[:1]]))
     requests.sort(key=lambda request: request.arrival_s)
+    if (first_s := requests[0].arrival_s) >= DATES_S:
+        requests = [request._replace(arrival_s=request.arrival_s - first_s) for request in requests]
     return Trace(path.name, size, requests, file.num_bad, tuple(file.reasons), known)
 
 

@@ -199,6 +199,25 @@ def test_a_prompt_of_more_tokens_than_any_is_a_bad_row_of_a_table(tmp_path) -> N
         read_trace(file)
 
 
+def test_times_since_1970_count_from_the_first_request(tmp_path) -> None:
+    rows = [{**GOOD, "timestamp": 1_700_000_000_000 + later_ms} for later_ms in (2_000, 0)]
+    assert [row.arrival_s for row in read_trace(write(tmp_path, *rows)).requests] == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_a_byte_order_mark_is_passed_over(tmp_path, name: str) -> None:
+    table = "Timestamp,Request tokens,Response tokens\r\n1,600,3\r\n"
+    text = table if name.endswith(".csv") else json.dumps(GOOD)
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [row.num_tokens for row in read_trace(tmp_path / name).requests] == [600]
+
+
+def test_a_trace_without_a_good_row_says_what_was_wrong_with_the_first(tmp_path) -> None:
+    file = write(tmp_path, {**GOOD, "input_length": 2_000})
+    with pytest.raises(ConfigError, match=r"no request in it; passed over .*t\.jsonl:1: 2 hash_ids for 2000"):
+        read_trace(file, skip_bad=True)
+
+
 def test_table_of_unknown_columns_is_refused(tmp_path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="neither BurstGPT"):
