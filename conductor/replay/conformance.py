@@ -122,7 +122,9 @@ def read_run(path: Path) -> LiveRun:
             decisions[item.asked.request_id] = item
             continue
         request_id, actual = item
-        made = decisions[request_id]
+        made = decisions.get(request_id)
+        if made is None:
+            continue  # it stands in the file that this one began after
         if actual.end == "finished" and actual.ttft_s is not None and isinstance(made.result, Placement):
             served.append(LiveRequest(made, made.result, actual))
         elif actual.end == REFUSED_LATE:

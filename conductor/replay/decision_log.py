@@ -18,14 +18,23 @@ def read_log(path: Path) -> tuple[Shared, Iterator[Decision | tuple[RequestId, A
     """Return what a file's decisions share, and its decisions and outcomes in order.
 
     Raises:
-        ConfigError: it is no decision log, or one of another format.
+        ConfigError: it cannot be read, is no decision log, or one of another format; a line, as it comes.
     """
-    lines = path.read_text(encoding="ascii").splitlines()
+    lines = TraceFile(path, skip_bad=False).lines()
     try:
-        shared = shared_from(json.loads(lines[0]))
-    except (IndexError, ValueError, KeyError, TypeError) as error:
+        shared = shared_from(json.loads(next(lines, (1, ""))[1]))
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: no decision log: {error}") from error
-    return shared, (item_from(json.loads(line)) for line in lines[1:])
+    return shared, _items(path, lines)
+
+
+def _items(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Decision | tuple[RequestId, Actual]]:
+    for number, line in lines:
+        try:
+            item = item_from(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}:{number}: neither a decision nor an outcome: {error!r}") from error
+        yield item
 
 
 def request_of(attempt_id: str) -> tuple[str, int]:

@@ -262,6 +262,36 @@ def test_command_prints_live_beside_simulated(live_log, capsys):
     assert f"{NUM_REQUESTS}" in out
 
 
+def test_of_a_log_that_began_anew_what_the_file_before_it_decided_is_left_out(live_log, tmp_path):
+    lines = live_log.read_text().splitlines()
+    first = json.loads(lines[1])["request_id"]
+    (tmp_path / "log").write_text("\n".join([lines[0], *lines[2:]]) + "\n")
+    served, before = read_run(tmp_path / "log").served, read_run(live_log).served
+    assert [each for each in before if each.made.asked.request_id != first] == served
+    assert len(served) == len(before) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file"),
+        (b"\x1f\x8b", "can't decode"),
+        (b"", "no decision log"),
+        (b'{"kind":"decis', ":3: neither a decision nor an outcome"),
+        (b"[1]", ":3: neither a decision nor an outcome"),
+        (b'{"kind":"other"}', ":3: neither a decision nor an outcome"),
+    ],
+)
+def test_log_that_cannot_be_read_is_refused_with_its_line(live_log, tmp_path, capsys, text, reason):
+    if text is not None:
+        good = b"".join(live_log.read_bytes().splitlines(keepends=True)[:2])
+        (tmp_path / "log").write_bytes((good if ":3:" in reason else b"") + text)
+    assert main([str(tmp_path / "log"), "--conformance"]) == 2
+    error = capsys.readouterr().err
+    assert f"conductor replay: {tmp_path / 'log'}" in error
+    assert reason in error
+
+
 def test_log_in_which_nothing_was_served_is_refused(tmp_path):
     log = DecisionLog(tmp_path / "empty", Shared(COST.profile, SETTINGS), 1 << 20)
     log.close()
