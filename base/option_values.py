@@ -1,4 +1,4 @@
-"""Numbers of command lines: each option's bounds are checked where it is read, before anything runs.
+"""Values of command lines: each option's bounds are checked where it is read, before anything runs.
 
     add("--stages", type=whole(1, 64))        a whole number from 1 to 64
     add("--headroom", type=real(0, 1, above=True))
@@ -9,11 +9,29 @@ argparse prints the option's name before what is raised here, so a message says 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from math import inf, isnan
+from pathlib import Path
+
+from base.errors import ConfigError
 
 MAX_DIGITS = 40
 """Characters of a number. Python takes seconds for one of a million digits."""
+
+
+class ShownDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that names each option's default, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_none = action.default is None or action.default is False or action.default == ""
+        return action.help if is_none else super()._get_help_string(action)
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Raise ConfigError where what a command makes cannot be written under the name that an option gave."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: no file can be written there")
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

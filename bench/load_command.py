@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from base.errors import ConfigError
-from base.option_values import real, whole
+from base.option_values import ShownDefaults, real, require_writable, whole
 from bench.load import LoadRun, run_load, warm_up
 from bench.load_report import parse_goodput, report, table
 from bench.sse_client import Server
@@ -30,12 +30,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="conductor bench",
         description="Measure a server under open-loop load: requests come when they are due.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=ShownDefaults,
     )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     add("--model", default="smollm2", help="the name it is served under")
-    add("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="sent as a bearer token")
+    add("--api-key", default="", help="sent as a bearer token; else what OPENAI_API_KEY holds")
     count, factor, positive = whole(1, 1 << 40), real(0, 1e6, above=True), real(0, 1e9, above=True)
     add("--requests", type=count, help="how many (100); with a trace: its first, or first sessions (all)")
     every = real(0, above=True, finite=False)
@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     try:
         bounds = parse_goodput(options.goodput) if options.goodput else None
+        if options.report is not None:
+            require_writable("--report", options.report)
         run = asyncio.run(_run(options, list(_load(options))))
     except (ConfigError, ValueError) as error:
         print(f"conductor bench: {error}", file=sys.stderr)
@@ -109,7 +111,7 @@ def _load(options: argparse.Namespace) -> Iterable[LoadRequest]:
 
 
 async def _run(options: argparse.Namespace, load: list[LoadRequest]) -> LoadRun:
-    server = Server(options.url, options.model, options.api_key)
+    server = Server(options.url, options.model, options.api_key or os.environ.get("OPENAI_API_KEY", ""))
     await warm_up(server, options.warm_up, options.input_tokens)
     total = sum(map(num_turns, load))
     with Console(stderr=True).status("") as shown:

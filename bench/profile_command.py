@@ -13,6 +13,7 @@ from pathlib import Path
 
 from base.config import KV_DTYPES, WEIGHT_FORMATS
 from base.errors import ConfigError
+from base.option_values import ShownDefaults, real, require_writable, whole
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
 from conductor.placing.profile import Profile, profile_json
@@ -27,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="conductor profile",
         description="Time prefill and decode on this device and write a profile.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=ShownDefaults,
     )
     add = parser.add_argument
     add("--model", default="smollm2", help="as in cluster.yaml")
@@ -36,19 +37,35 @@ def make_parser() -> argparse.ArgumentParser:
     add("--from-log", type=Path, metavar="FILE", help="fit a decision log instead of measuring here")
     add("--timelines", type=Path, metavar="FOLDER", help="of the nodes of that log: fit their steps")
     add("--name", default="measured", help="of the profile")
-    add("--max-batch", type=int, default=0, help="sequences in a step, as the nodes have it; 0: usual")
+    seconds = real(0, 1e6)
+    add(
+        "--max-batch",
+        type=whole(0, 1 << 20),
+        default=0,
+        help="sequences in a step, as the nodes have it; 0: usual",
+    )
     add("--quantization", choices=WEIGHT_FORMATS, default="none", help="of the weights")
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of K and V, as in cluster.yaml")
-    add("--out", type=Path, default=Path("profile.json"))
+    add("--out", type=Path, default=Path("profile.json"), help="where the profile goes")
     add("--commit", default="", help="where the checkout has no .git")
     add("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))
-    add("--link-bytes-per-s", type=float, default=1.5e9, help="of one node, each way; not measured here")
-    add("--link-latency-s", type=float, default=0.002, help="of a hand-off; not measured here")
-    add("--start-s", type=float, default=0.0, help="of a hand-off, until it decodes; not measured here")
-    add("--join-s", type=float, default=0.0, help="the same, of its first step; not measured here")
-    add("--dispatch-s", type=float, default=0.0, help="of TTFT, outside of nodes; not measured here")
-    add("--dispatch-token-s", type=float, default=0.0, help="the same, for each token of the prompt")
-    add("--host-kv-tokens", type=int, default=0, help="KV in a node's share of host memory; 0: as on it")
+    add(
+        "--link-bytes-per-s",
+        type=real(0, 1e15, above=True),
+        default=1.5e9,
+        help="of one node, each way; not measured here",
+    )
+    add("--link-latency-s", type=seconds, default=0.002, help="of a hand-off; not measured here")
+    add("--start-s", type=seconds, default=0.0, help="of a hand-off, until it decodes; not measured here")
+    add("--join-s", type=seconds, default=0.0, help="the same, of its first step; not measured here")
+    add("--dispatch-s", type=seconds, default=0.0, help="of TTFT, outside of nodes; not measured here")
+    add("--dispatch-token-s", type=seconds, default=0.0, help="the same, for each token of the prompt")
+    add(
+        "--host-kv-tokens",
+        type=whole(0, 1 << 40),
+        default=0,
+        help="KV in a node's share of host memory; 0: as on it",
+    )
     return parser
 
 
@@ -56,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = make_parser().parse_args(argv)
     try:
+        if options.timelines and not options.from_log:
+            raise ConfigError("--timelines: of the nodes of a decision log, which --from-log names")
+        require_writable("--out", options.out)
         profile = _from_log(options) if options.from_log else _measured(options)
     except ConfigError as error:
         sys.stderr.write(f"conductor profile: {error}\n")

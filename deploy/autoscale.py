@@ -33,7 +33,6 @@ from deploy.api_client import read_json
 from deploy.clusters import chosen
 from deploy.config_file import read_cluster_config
 from deploy.control import ask
-from deploy.options import CONFIG_HELP
 
 REPLAY_TIMEOUT_S = 600.0
 STEPS = ((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1))
@@ -147,17 +146,27 @@ def replayed_share(trace: Path, config: ClusterConfig, sizes: Sizes) -> float:
 
 
 def main(
-    config: Annotated[Path, typer.Option("-c", "--config", help=CONFIG_HELP)],
+    config: Annotated[
+        Path, typer.Option("-c", "--config", help="The cluster.yaml that `conductor up` was given")
+    ],
     address: Annotated[str, typer.Option(help="host:port of the HTTP API; default: the cluster's")] = "",
-    min_nodes: Annotated[int, typer.Option("--min", help="Nodes of both pools at least")] = 2,
-    max_nodes: Annotated[int, typer.Option("--max", help="At most")] = 16,
-    share: Annotated[float, typer.Option(help="Of requests, to be served within their bounds")] = 0.99,
-    last_s: Annotated[float, typer.Option("--last", help="Seconds of the decision log to judge by")] = 3600.0,
-    every_s: Annotated[float, typer.Option("--every", help="Seconds between two looks; 0: once")] = 0.0,
+    min_nodes: Annotated[int, typer.Option("--min", min=2, help="Nodes of both pools at least")] = 2,
+    max_nodes: Annotated[int, typer.Option("--max", min=2, help="At most")] = 16,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of requests, to be served within their bounds")
+    ] = 0.99,
+    last_s: Annotated[
+        float, typer.Option("--last", min=1, help="Seconds of the decision log to judge by")
+    ] = 3600.0,
+    every_s: Annotated[
+        float, typer.Option("--every", min=0, help="Seconds between two looks; 0: once")
+    ] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say it, and change nothing")] = False,
 ) -> None:
     """Resize a running cluster to what would have served its last hour."""
     tick = threading.Event()  # never set: its wait is a pause that Ctrl-C ends
+    if min_nodes > max_nodes:
+        raise ConfigError(f"--min {min_nodes}: at most --max is wanted, {max_nodes}")
     bounds = Bounds(min_nodes, max_nodes, share)
     cluster = read_cluster_config(config)
     _require_judgeable(cluster)

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from base.errors import ConfigError
+from base.option_values import require_writable
 from deploy.api_client import Answer, ApiError, post
 from deploy.options import ADDRESS, Address
 
@@ -50,9 +51,11 @@ def main(
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at a time")] = 32,
 ) -> None:
     """Ask every request of a file, and write the answers to another."""
+    errors = errors or output.with_name(f"{output.name}.errors")
+    for option, path in (("--output", output), ("--errors", errors)):
+        require_writable(option, path)
     done = answered_ids(output)
     total = sum(1 for _ in lines_of(requests))
-    errors = errors or output.with_name(f"{output.name}.errors")
     stop = threading.Event()
     with (
         output.open("ab") as answers,

@@ -78,8 +78,8 @@ class Recent:
 
 def top(
     address: Address = ADDRESS,
-    period_s: Annotated[float, typer.Option("--period", help="Seconds between two looks")] = 1.0,
-    times: Annotated[int, typer.Option(help="Looks, then end; 0: until Ctrl-C")] = 0,
+    period_s: Annotated[float, typer.Option("--period", min=0, help="Seconds between two looks")] = 1.0,
+    times: Annotated[int, typer.Option(min=0, help="Looks, then end; 0: until Ctrl-C")] = 0,
 ) -> None:
     """Watch goodput, latencies, nodes and the slowest requests."""
     tick = threading.Event()  # never set: its wait is a pause that Ctrl-C ends

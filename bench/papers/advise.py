@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 from base.errors import ConfigError
-from base.option_values import real, whole
+from base.option_values import real, require_writable, whole
 from base.request import Slo
 from bench.papers.chart import Line, chart
 from bench.papers.command import SETS, make_plan, named_trace, read_arguments
@@ -252,6 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _advise(args: argparse.Namespace, replay: argparse.Namespace) -> int:
     _require_possible(replay)
+    if args.html:
+        require_writable("--html", args.html)
     trace = named_trace(replay)
     name_bad_rows(trace)
     profile = read_profile(replay)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from base.clock import Clock, SystemClock
 from base.errors import ConfigError
+from base.option_values import require_writable
 from base.request import Slo
 from bench.papers.generate import WORKLOADS, generate
 from bench.papers.page import POINTS, RunLines, hot_blocks, page, run_lines
@@ -84,6 +85,8 @@ def _run(args: argparse.Namespace, clock: Clock) -> int:
         raise ConfigError(
             "--sweep: a part of --html, of nodes that prefill and nodes that decode: --roles fixed"
         )
+    if args.html:
+        require_writable("--html", args.html)
     trace = named_trace(args)
     name_bad_rows(trace)
     profile = read_profile(args)

@@ -48,16 +48,18 @@ def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> arg
         prog="conductor replay", description="Run a trace through the scheduler in virtual time."
     )
     add = parser.add_argument
-    add("trace", type=Path, help=f"a file (docs/explanation/replay.md), plain or .gz{more_traces}")
+    add("trace", type=Path, help=f"a file (docs/reference/trace-formats.md), plain or .gz{more_traces}")
     _add_trace(add)
     _add_cluster(add)
-    add("--policy", choices=[*POLICIES, "all", *more_policies], default="global")
-    bound = real(0, above=True, finite=False)
-    add("--slo-ttft", type=bound, default=DEFAULT_SLO.ttft_slo_s, metavar="S", help="a bound; inf: none")
-    add("--slo-tbt", type=bound, default=DEFAULT_SLO.tbt_slo_s, metavar="S", help="a bound; inf: none")
+    policy = "the rule that chooses a prompt's node (%(default)s)"
+    add("--policy", choices=[*POLICIES, "all", *more_policies], default="global", help=policy)
+    bound, unit = real(0, above=True, finite=False), "in seconds; inf: no bound (%(default)g)"
+    first, between = f"to the first token, {unit}", f"between tokens in the mean, {unit}"
+    add("--slo-ttft", type=bound, default=DEFAULT_SLO.ttft_slo_s, metavar="S", help=first)
+    add("--slo-tbt", type=bound, default=DEFAULT_SLO.tbt_slo_s, metavar="S", help=between)
     _add_settings(add)
-    add("--seed", type=whole(0, MAX_COUNT), default=0)
-    add("--report", type=Path, metavar="OUT.json")
+    add("--seed", type=whole(0, MAX_COUNT), default=0, metavar="N", help="of what is drawn (%(default)s)")
+    add("--report", type=Path, metavar="OUT.json", help="write the report that --json prints")
     add("--requests", type=Path, metavar="OUT", help="a row for each request: .csv, .csv.gz or .parquet")
     add("--progress", action="store_true", help="say on stderr how far a run is")
     add("--json", action="store_true", help="print the report instead of the table")
@@ -75,7 +77,9 @@ def _add_trace(add: Callable[..., object]) -> None:
     add("--block-size", type=whole(1, 1 << 20), metavar="N", help="tokens per hash id (the header's, or 512)")
     add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
     add("--until", type=whole(1, MAX_COUNT), metavar="N", help="the first N requests or sessions only")
-    add("--speed", type=factor, default=1.0, help="arrivals, and pauses of sessions, so many times faster")
+    add(
+        "--speed", type=factor, default=1.0, help="arrivals, and pauses of sessions, so many times faster (1)"
+    )
     add(
         "--scale",
         type=whole(1, 10_000),
@@ -100,13 +104,14 @@ def _add_cluster(add: Callable[..., object]) -> None:
         type=parse_nodes,
         default=Nodes(8, 8, 0),
         metavar="8P8D|16C|4P4D2C",
-        help="nodes p0, p1 ... that prefill, d0 ... that decode, c0 ... that do both",
+        help="nodes p0, p1 ... that prefill, d0 ... that decode, c0 ... that do both (8P8D)",
     )
     other, slow = "nodes of another profile: p0-3=FILE|NAME", "nodes that compute slower: d0=3"
     add("--node-profile", type=parse_node_profile, action="append", default=[], metavar="N=P", help=other)
     add("--slow-node", type=parse_slow_node, action="append", default=[], metavar="N=X", help=slow)
-    add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
-    add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
+    usual = f"{DEFAULT_PROFILE}; with --conformance the log's own"
+    add("--profile", help=f"file, or one of {', '.join(preset_names())} ({usual})")
+    add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches (lru)")
     many = "conductors that share the nodes, and take requests in turn"
     add("--conductors", type=whole(1, 100), default=1, metavar="N", help=many)
     add("--view-delay", type=seconds, default=0.0, metavar="S", help="KV events reach the conductor late")
@@ -142,9 +147,15 @@ def _add_settings(add: Callable[..., object]) -> None:
     roles = f"whether they follow the load ({SERVICE.roles}; with --plain, --stages or --whole-chunks fixed)"
     add("--roles", choices=["follow", "fixed"], help=roles)
     add("--no-fetch", action="store_true", help="no prefix is loaded from another node")
-    ahead = real(0, finite=False)
-    add("--ahead", type=ahead, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
-    add("--headroom", type=share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
+    ahead, most = real(0, finite=False), "at most (%(default)g)"
+    add("--ahead", type=ahead, default=SERVICE.ahead_s, metavar="S", help=f"seconds queued on a node, {most}")
+    add(
+        "--headroom",
+        type=share,
+        default=SERVICE.ttft_headroom,
+        metavar="X",
+        help="share of a TTFT bound (%(default)g)",
+    )
     threshold = "kvcache_balancing_threshold (cost model decides)"
     add("--threshold", type=factor, metavar="X", help=threshold)
     add("--whole-chunks", action="store_true", help="steps take whole chunks, whoever decodes in them")
@@ -154,21 +165,21 @@ def _add_settings(add: Callable[..., object]) -> None:
         type=waiting,
         default=SERVICE.max_waiting,
         metavar="N",
-        help="requests, before one is let go",
+        help="requests, before one is let go (%(default)s)",
     )
     add(
         "--role-wait",
         type=seconds,
         default=SERVICE.role_wait_s,
         metavar="S",
-        help="for a role without a node",
+        help=f"seconds for a role without a node, {most}",
     )
     add(
         "--patience",
         type=real(0, MAX_SECONDS, above=True),
         default=SERVICE.patience_s,
         metavar="S",
-        help="that a request without bounds waits, unless nobody is refused",
+        help=f"seconds that a request without bounds waits, unless nobody is refused, {most}",
     )
     attempts = f"placements of a request, at most, as its nodes are lost ({MAX_ATTEMPTS})"
     add("--attempts", type=whole(1, 1_000), default=MAX_ATTEMPTS, metavar="N", help=attempts)

@@ -17,6 +17,7 @@ from pathlib import Path
 from base.clock import Clock, SystemClock
 from base.config import EngineConfig
 from base.errors import ConfigError
+from base.option_values import require_writable
 from base.request import Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
@@ -37,7 +38,7 @@ from conductor.replay.report import (
     to_table,
     trace_report,
 )
-from conductor.replay.requests_table import require_writable, write_requests
+from conductor.replay.requests_table import require_arrow, write_requests
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
@@ -120,6 +121,8 @@ def run_all(
     for option, path in (("--requests", args.requests), ("--report", args.report)):
         if path:
             require_writable(option, path)
+    if args.requests:
+        require_arrow(args.requests)
     for policy in policies:
         plan = (make_plan or plan_of)(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()

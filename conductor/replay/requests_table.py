@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import os
 from operator import itemgetter
 from pathlib import Path
 
@@ -32,10 +31,8 @@ COLUMNS = {
 """Each column's name, and what it holds by Arrow's word for it."""
 
 
-def require_writable(option: str, path: Path) -> None:
-    """Raise ConfigError where a run's results cannot be written under the name that an option gave."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option} {path}: no file can be written there")
+def require_arrow(path: Path) -> None:
+    """Raise ConfigError where the name asks for Parquet and the library for it is not there."""
     if path.suffix != ".parquet":
         return
     try:
@@ -43,7 +40,7 @@ def require_writable(option: str, path: Path) -> None:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
-            f"{option} {path}: {error}; pip install 'conductor-cluster[parquet]', or name a .csv file"
+            f"--requests {path}: {error}; pip install 'conductor-cluster[parquet]', or name a .csv file"
         ) from error
 
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.load import LoadRun, run_load
-from bench.load_command import main
+from bench.load_command import main, make_parser
 from bench.load_report import Goodput, parse_goodput, report, table
+from bench.profile_command import make_parser as profile_parser
 from bench.sse_client import Outcome, Server, complete
 from bench.workload import (
     LoadRequest,
@@ -335,6 +336,23 @@ def test_a_server_that_is_not_there_ends_the_command_with_a_reason(capsys):
 def test_a_trace_that_is_not_there_is_reported(tmp_path, capsys):
     assert main(["--trace", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_anything_is_sent(tmp_path, capsys):
+    report = tmp_path / "missing" / "r.json"
+    assert main(["--url", "http://127.0.0.1:1", "--report", str(report)]) == 2
+    assert f"--report {report}: no file can be written there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parser", [make_parser, profile_parser])
+def test_help_names_the_defaults_that_there_are_and_no_key(parser, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    text = " ".join(parser().format_help().split())
+    assert "(default: smollm2)" in text
+    assert "(default: 0)" in text
+    assert "(default: None)" not in text
+    assert "(default: )" not in text
+    assert "sk-secret" not in text
 
 
 def test_gzipped_traces_are_read(tmp_path):

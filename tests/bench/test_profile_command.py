@@ -9,7 +9,7 @@ import pytest
 from base.clock import SystemClock
 from base.config import EngineConfig
 from bench import engine_shapes, profile_log
-from bench.profile_command import SHAPES, make_parser, print_profile
+from bench.profile_command import SHAPES, main, make_parser, print_profile
 from bench.profile_fit import Measured, MeasuredStep, with_steps
 from bench.profile_run import Grid, make_profile, measure
 from conductor.placing.cost_model import CostModel
@@ -176,3 +176,23 @@ def test_a_kernel_that_is_slow_at_some_lengths_makes_long_prompts_no_slower() ->
 
 def test_the_shapes_that_can_be_asked_for_are_those_that_there_are():
     assert sorted(engine_shapes.SHAPES) == list(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--timelines", "folder"], "--timelines: of the nodes of a decision log"),
+        (["--from-log", "none.jsonl"], "none.jsonl: [Errno 2]"),
+        (["--out", "missing/p.json"], "--out missing/p.json: no file can be written there"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_measured(capsys, arguments, reason) -> None:
+    assert main(arguments) == 1
+    assert f"conductor profile: {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--max-batch", "--link-bytes-per-s", "--start-s", "--host-kv-tokens"])
+def test_a_number_that_none_can_be_is_refused_with_its_option(capsys, option) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([f"{option}=-1"])
+    assert f"argument {option}: a " in capsys.readouterr().err

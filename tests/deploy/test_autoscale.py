@@ -146,3 +146,13 @@ def test_a_cluster_that_cannot_be_judged_is_refused(tmp_path, capsys, text, told
         cli.main(["autoscale", "-c", str(tmp_path / "c.yaml")])
     assert caught.value.code == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--share=2", "--share=-1", "--min=1", "--max=0", "--last=-1", "--every=-1", "--min=9 --max=2"]
+)
+def test_limits_that_cannot_be_are_refused_with_their_option(tmp_path, capsys, wrong):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["autoscale", "-c", str(tmp_path / "c.yaml"), *wrong.split()])
+    assert caught.value.code in (1, 2)
+    assert wrong.partition("=")[0] in capsys.readouterr().err

@@ -141,6 +141,15 @@ def test_an_output_of_something_else_is_left_alone(tmp_path):
     assert output.read_text() == "hello\n"
 
 
+@pytest.mark.parametrize("name", [".", "missing/out.jsonl"])
+def test_an_output_that_could_not_be_written_is_refused(tmp_path, capsys, name):
+    requests = written(tmp_path / "in.jsonl", ["a"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["batch", str(requests), "-o", str(tmp_path / name), "--address", "127.0.0.1:1"])
+    assert ended.value.code == 1
+    assert f"--output {tmp_path / name}: no file can be written there" in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there_is_said_and_nothing_is_lost(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("deploy.batch.MAX_TRIES", 1)
     requests = written(tmp_path / "in.jsonl", ["a"])

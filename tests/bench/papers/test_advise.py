@@ -256,6 +256,14 @@ def test_an_option_that_has_no_meaning_here_is_refused(tmp_path, capsys, argumen
     assert word in capsys.readouterr().err
 
 
+def test_a_page_that_could_not_be_written_is_refused_before_a_run(tmp_path, monkeypatch, capsys) -> None:
+    file = tmp_path / "t.jsonl"
+    write_trace(small_trace(10), file)
+    monkeypatch.setattr("bench.papers.advise.simulate", pytest.fail)
+    assert main([str(file), "--html", str(tmp_path / "missing" / "out.html")]) == 2
+    assert "--html" in capsys.readouterr().err
+
+
 def test_wrong_option_is_reported_once(tmp_path, capsys) -> None:
     file = tmp_path / "t.jsonl"
     write_trace(small_trace(10), file)

@@ -257,7 +257,7 @@ def test_parquet_has_the_rows_of_the_csv(trace_file, tmp_path) -> None:
     assert [node or "" for node in table["prefill_node"]] == [row["prefill_node"] for row in rows]
 
 
-@pytest.mark.parametrize("option", ["--report", "--requests"])
+@pytest.mark.parametrize("option", ["--report", "--requests", "--html"])
 @pytest.mark.parametrize("name", ["missing/x.csv", "."])
 def test_results_that_could_not_be_written_are_refused_before_a_run(
     trace_file, tmp_path, monkeypatch, capsys, option, name
