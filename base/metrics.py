@@ -474,13 +474,13 @@ class FunctionGauge(Collector):
     """A gauge that is read where its values are kept: what is gone there is not shown."""
 
     def __init__(self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._name, self._help_text, self._labels = name, help_text, labels
+        self._name, self._help_text, self._labelnames = name, help_text, labels
         self.values: Callable[[], Mapping[tuple[str, ...], float]] = dict
         """Returns the gauge's values by those of its labels; set by who keeps them."""
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(self._name, self._help_text, labels=self._labels)
+        family = GaugeMetricFamily(self._name, self._help_text, labels=self._labelnames)
         for labels, value in self.values().items():
             family.add_metric(labels, value)
         yield family

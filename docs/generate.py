@@ -16,7 +16,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics
+from base.lifetime import Lifetime
+from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, export_supervised, process_registry
 from deploy.cli import COMMANDS
 
 DOCS = Path(__file__).resolve().parent
@@ -82,22 +83,27 @@ def metrics() -> str:
         "# Metrics\n\nWhat each kind of process registers, made from `base/metrics.py`. Seconds and bytes. "
         "vLLM's names are exported\nbeside ours, from the same samples.\n"
     ]
-    for title, kind in (("Conductor", "conductor"), ("Node", "node"), ("Store", "store")):
+    for title, kind in (
+        ("Every process", "process"),
+        ("Conductor", "conductor"),
+        ("Node", "node"),
+        ("Store", "store"),
+    ):
         parts.append(f"\n## {title}\n\n| metric | type | labels | what |\n|---|---|---|---|\n")
         parts += _rows(kind)
     return "".join(parts)
 
 
 def _rows(kind: str) -> Iterator[str]:
-    registry = CollectorRegistry()
+    registry = process_registry() if kind == "process" else CollectorRegistry()
     made = {
+        "process": lambda: export_supervised(registry, Lifetime()),
         "conductor": lambda: ConductorMetrics(registry, "model"),
         "node": lambda: NodeMetrics(registry),
         "store": lambda: StoreMetrics(registry),
     }[kind]()
-    labels = {
-        each._name: each._labelnames for each in vars(made).values() if getattr(each, "_labelnames", ())
-    }
+    own = getattr(made, "__dict__", {}).values()
+    labels = {each._name: each._labelnames for each in own if getattr(each, "_labelnames", ())}
     for family in registry.collect():
         if not family.name.startswith("vllm"):
             names = {name for sample in family.samples for name in sample.labels} - {"le"}

@@ -228,6 +228,14 @@ def test_every_selector_finds_pods_that_there_are(manifests, name):
     assert groups_kept == ["conductor-head", "conductor-prefill", "conductor-decode"]
 
 
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_nodes_are_scraped_as_the_job_that_rules_and_dashboards_name(manifests, name):
+    """Without a label to take it from, the job of a PodMonitor begins with its namespace."""
+    monitor = one(manifests[name], "PodMonitor")["spec"]
+    assert re.fullmatch("conductor.*", monitor["selector"]["matchLabels"][monitor["jobLabel"]])
+    assert 'job=~"conductor.*"' in (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+
+
 @pytest.mark.parametrize("name", ["cluster", "service"])
 def test_prometheus_may_reach_every_port_that_it_is_sent_to(manifests, name):
     [allowed] = [
