@@ -4,7 +4,18 @@ import re
 
 import pytest
 
+from base.errors import (
+    DeadlineError,
+    ForbiddenError,
+    InvalidRequestError,
+    LostError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownModelError,
+)
+from conductor.api.openai_errors import http_error
 from conductor.api.routes import ROUTES
+from deploy.top import LINES
 from tests.deploy.processes import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
@@ -76,3 +87,23 @@ def test_every_option_that_is_named_is_one(page):
 def test_every_path_is_in_the_guide_of_the_apis(route):
     begin = re.escape(re.sub(r"\{.*", "", route))
     assert re.search(rf"`(?:GET |POST )?{begin}[{{`]", PAGES["docs/reference/client-api.md"]), route
+
+
+@pytest.mark.parametrize("page", ["docs/how-to/rejected.md", "docs/reference/client-api.md"])
+def test_an_errors_code_is_that_of_its_status(page):
+    made = (InvalidRequestError(""), UnknownModelError("x"), UnauthenticatedError(""), ForbiddenError(""))
+    answers = [http_error(error) for error in (*made, UnavailableError(""), LostError(""), DeadlineError(""))]
+    codes = {(answer.status, answer.code or "") for answer in answers}
+    rows = re.findall(r"(?:\||,) (40[0134]|50[34]) \| (?:`(\w+)` )?\| (?=[A-Z_]+)", PAGES[page])
+    shown = {(int(status), code) for status, code in rows if code != "context_length_exceeded"}
+    assert len(shown) > 5
+    assert shown <= codes
+
+
+def test_the_rows_of_top_in_the_readme_are_those_that_it_shows():
+    [shown] = re.findall(
+        r"^last 10 minutes .*\n((?:.*\n)*?)node ", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    names = {re.split(r"  +", line)[0] for line in shown.splitlines()}
+    assert names
+    assert names <= {name for name, _, _ in LINES}
