@@ -227,6 +227,8 @@ def require_possible(args: argparse.Namespace) -> None:
     }
     for option in (option for option, is_unused in unused.items() if is_unused):
         raise ConfigError(f"{option}: of no use on nodes with both roles, or without rejection; leave it out")
+    if args.sessions and args.session_rate:
+        raise ConfigError("--session-rate: of no use beside --sessions, where one begins as another ends")
     if args.roles == "follow" and (args.stages > 1 or args.whole_chunks):
         raise ConfigError(
             "--roles follow: not with --stages, whose groups do one thing, nor with --whole-chunks, by which "
