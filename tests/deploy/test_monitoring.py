@@ -63,6 +63,16 @@ def test_a_query_parses_and_names_metrics_that_there_are(where, query):
     assert names <= exposed_names() | recorded | FROM_PROMETHEUS, where
 
 
+def test_who_missed_the_slo_is_counted_once():
+    """A rejected sequence has ended too, and one that is late may be late twice."""
+    metrics = ConductorMetrics(process_registry(), "m")
+    metrics.rejections.labels("slo").inc()
+    metrics.sequences.labels("SloUnreachableError").inc()
+    assert metrics.totals().failed == 0
+    [query] = [query for where, query in RULE_QUERIES if where == "conductor:missed:ratio5m"]
+    assert set(selectors(query)) == {"conductor_sequences_total", "conductor_good_sequences_total"}
+
+
 @pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
 def test_the_dashboards_committed_are_those_of_the_table(board):
     assert (dashboards.FOLDER / f"{board.uid}.json").read_text() == dashboards.as_text(board)
