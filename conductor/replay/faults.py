@@ -26,6 +26,10 @@ class NodeFault:
     node: str
     for_s: float = inf
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_s < inf or not self.for_s > 0:
+            raise ValueError("at_s: a moment that is not negative is wanted, and for_s above 0")
+
 
 def read_faults(path: Path) -> tuple[NodeFault, ...]:
     """Read a fault file.
@@ -36,7 +40,7 @@ def read_faults(path: Path) -> tuple[NodeFault, ...]:
     faults = []
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     for number, line in enumerate(lines, 1):
         if line.strip():

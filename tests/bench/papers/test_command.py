@@ -146,6 +146,23 @@ def test_an_option_that_the_nodes_cannot_honour_is_refused(trace_file, capsys, a
     assert wanted in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (b'{"at_s": NaN, "node": "p0"}', ":1: at_s: a moment"),
+        (b'{"at_s": -1, "node": "p0"}', ":1: at_s: a moment"),
+        (b'{"at_s": 1, "node": "p0", "for_s": 0}', "and for_s above 0"),
+        (b"\xff\xfe", "can't decode"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused(trace_file, tmp_path, capsys, text: bytes, wanted: str) -> None:
+    (tmp_path / "faults").write_bytes(text)
+    assert main([str(trace_file), "--nodes", "2P1D", "--fault", str(tmp_path / "faults")]) == 2
+    error = capsys.readouterr().err
+    assert f"conductor replay: {tmp_path / 'faults'}:" in error
+    assert wanted in error
+
+
 def test_nodes_of_several_kinds_serve_one_trace(trace_file, capsys) -> None:
     kinds = ["--nodes", "2P2D1C", "--slow-node", "p0=3", "--node-profile", "d1=h100-llama8b"]
     assert main([str(trace_file), *kinds, "--profile", "h200-llama8b", "--json"]) == 0
