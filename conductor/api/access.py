@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 
 from base.errors import ForbiddenError, UnauthenticatedError
 from base.rpc import Context
-from conductor.api.headers import TENANT_HEADER
+from conductor.api.headers import API_KEY_HEADER, TENANT_HEADER, said_once
 from conductor.api.keys import KeyRing
 
 BEARER = "bearer "
-API_KEY_HEADER = "x-api-key"
-"""Where clients of Anthropic's API put their key."""
 
 
 class Who(Enum):
@@ -117,7 +115,7 @@ class Authorizer:
 def metadata(context: Context) -> dict[str, str]:
     """Return what a gRPC call says of itself beside its message."""
     found: Any = context.invocation_metadata() or ()
-    return {key: value for key, value in found if isinstance(value, str)}
+    return said_once((key, value) for key, value in found if isinstance(value, str))
 
 
 def _bearer(said: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,6 +19,11 @@ from base.errors import ForbiddenError, InvalidRequestError
 from base.request import Slo
 
 TENANT_HEADER = "x-tenant-id"
+API_KEY_HEADER = "x-api-key"
+"""Where clients of Anthropic's API put their key."""
+
+ONCE = frozenset(("authorization", API_KEY_HEADER, TENANT_HEADER, "x-request-id"))
+"""Headers that stand once, as do all whose names begin with `x-slo-`."""
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -37,6 +42,16 @@ class Caller(NamedTuple):
     """Counts sequences beside the call's first; raises RejectedError if they are too many."""
     deadline_s: float | None = None
     """Seconds from arrival to the last token at most; None: the server's limit."""
+
+
+def said_once(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return headers by their names; raises InvalidRequestError where one that must stand once is repeated."""
+    said: dict[str, str] = {}
+    for name, text in pairs:
+        if name in said and (name in ONCE or name.startswith("x-slo-")):
+            raise InvalidRequestError(f"{name}: it stands twice; send it once", name)
+        said[name] = text
+    return said
 
 
 def header_slo(headers: Mapping[str, str], default: Slo) -> Slo:

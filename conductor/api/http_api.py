@@ -28,7 +28,7 @@ from conductor.api.access import Authorizer, Client, Who
 from conductor.api.backend import Backend
 from conductor.api.body_bounds import check_structure
 from conductor.api.completion import Completions
-from conductor.api.headers import Caller, header_slo, header_traceparent, require_own_page
+from conductor.api.headers import Caller, header_slo, header_traceparent, require_own_page, said_once
 from conductor.api.http_reply import (
     BodyError,
     ClientGoneError,
@@ -76,9 +76,9 @@ class HttpApi:
         at_path, name = routes_at(scope["path"])
         route = at_path.get("GET" if scope["method"] == "HEAD" else scope["method"])
         gated = route or next(iter(at_path.values()), None)
-        # Not Starlette's, which looks through all of them for each.
-        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         try:
+            # Not Starlette's, which looks through all of them for each.
+            headers = said_once((key.decode("latin-1"), text.decode("latin-1")) for key, text in scope["headers"])
             with self._authorizer.call(gated.who if gated else Who.OPERATORS, headers) as client:
                 if route is None:
                     response = _not_served(scope, at_path)

@@ -232,6 +232,8 @@ async def test_metadata_bounds_a_request_the_message_goes_before_and_a_deadline_
             await anext(
                 aiter(stub.Generate(pb.GenerateRequest(text="x"), metadata=(("x-slo-ttft-ms", "-1"),)))
             )
+        with pytest.raises(grpc.aio.AioRpcError, match="x-tenant-id: it stands twice"):
+            await anext(aiter(stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata[2:] * 2)))
     slos = [request.slo for request in api.dispatcher.requests]
     assert slos[:2] == [Slo(0.25, 0.04), Slo(2.0, 0.04)]
     assert 0 < slos[2].ttft_slo_s < 0.21, "on the wire a deadline is rounded up"
