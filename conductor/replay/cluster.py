@@ -141,13 +141,12 @@ class SimCluster:
     @property
     def _is_busy(self) -> bool:
         """Whether something will happen that is worth watching."""
-        return self._arrives_at_s < inf or self._has_work
+        return self._arrives_at_s < inf or self._num_turns_to_come > 0 or self._has_work
 
     @property
     def _has_work(self) -> bool:
-        """Whether a request is under way or will follow one."""
-        waits = any(conductor.num_waiting for conductor in self._conductors)
-        return waits or bool(self._in_flight) or self._num_turns_to_come > 0
+        """Whether a request waits or is under way."""
+        return bool(self._in_flight) or any(conductor.num_waiting for conductor in self._conductors)
 
     # Nodes
 

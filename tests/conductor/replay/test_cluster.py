@@ -380,6 +380,16 @@ def test_thirty_years_in_which_nothing_comes_take_few_events() -> None:
     assert cluster.num_events < 3 * once.num_events
 
 
+def test_thirty_years_between_two_turns_take_few_events() -> None:
+    trace = small_trace()
+    turns = [row._replace(next_turn=row._replace(arrival_s=1e9)) for row in trace.requests]
+    settings = SchedulerSettings(roles_follow=True)
+    once = run(trace, "1P3D", settings=settings)
+    cluster = run(dataclasses.replace(trace, requests=turns), "1P3D", settings=settings)
+    check_ends(cluster, 600)
+    assert cluster.num_events < 3 * once.num_events
+
+
 def test_looks_that_are_left_out_while_nothing_goes_on_change_nothing(monkeypatch) -> None:
     trace, settings = twice(small_trace(rate=8.0), 600.0), SchedulerSettings(roles_follow=True)
     fewer = run(trace, "1P4D", settings=settings)
