@@ -158,7 +158,7 @@ class Scheduler:
             entries = self._entries(step)
         for sequence in () if entries else self._admit_first():
             entries.append(self._entry(sequence, self._share(sequence, step)))
-        self._note_passed(step)
+        self._num_starved = self._num_starved + 1 if step.has_passed else 0
         swaps = self._swap_space.take_planned()
         return _plan(entries, swaps) if entries or swaps else None
 
@@ -191,7 +191,7 @@ class Scheduler:
         if others:
             step = self._step_after(plan, entries, began_s)
             entries += self._entries(step, plan.entries[plan.num_single :])
-            self._note_passed(step)
+            self._num_starved = self._num_starved + 1 if step.has_passed else 0
         return _plan(entries, self._swap_space.take_planned()) if entries else None
 
     def planned_after_s(self, plan: StepPlan, launch_s: float = LAUNCH_S) -> float:
@@ -322,10 +322,6 @@ class Scheduler:
         Together with those: `chunk_tokens`, because a GPU pads to few lengths."""
         return self.chunk_tokens - min(num_single, self.chunk_tokens // 2)
 
-    def _note_passed(self, step: BudgetedStep) -> None:
-        """Note whether prompts wait that the step has nothing for."""
-        self._num_starved = self._num_starved + 1 if step.has_passed else 0
-
     def _measured(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took."""
         if plan.num_tokens >= self.chunk_tokens:
@@ -426,10 +422,14 @@ class Scheduler:
             yield sequence
 
     def _admit_first(self) -> list[Sequence]:
-        """Start the first in rank by taking blocks from the others; for when nothing else can run."""
-        if not self._waiting or len(self._running) >= self.max_batch:
+        """Start the first in rank by taking a place and blocks from others; for when nothing else can run."""
+        if not self._waiting:
             return []
-        first = self._waiting[0]
+        first, is_full = self._waiting[0], len(self._running) >= self.max_batch
+        if is_full and (self._running[-1].num_launched_tokens or self._running[-1].rank < first.rank):
+            return []
+        if is_full:
+            self._preempt(self._running[-1])
         if not self._grow(first):
             return []
         self._start(first)

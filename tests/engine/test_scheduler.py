@@ -271,6 +271,25 @@ def test_handed_off_sequences_give_way_when_nothing_else_can_run() -> None:
         assert generated(sequence) == continuation(sequence.token_ids[:8], 4)
 
 
+def test_who_waits_for_a_place_and_has_blocks_gets_both_when_nothing_else_can_run() -> None:
+    """The one that runs needs a block, and whoever has the others goes before it."""
+    bench = Bench(num_blocks=4, max_batch=1)
+    giver = make_sequence("urgent", range(20, 28), max_tokens=1)
+    bench.scheduler.add(giver)
+    bench.step()
+    urgent = make_sequence("urgent", range(20, 28), max_tokens=4, priority=1)
+    urgent.token_ids += generated(giver)
+    urgent.num_computed_tokens, urgent.block_table = 8, bench.pool.match(giver.block_hashes)
+    bench.scheduler.release(giver)
+    usual = make_sequence("usual", range(7), max_tokens=6)
+    bench.scheduler.add(usual)
+    bench.step()
+    bench.scheduler.add(urgent)
+    bench.run()
+    assert generated(usual) == continuation(range(7), 6)
+    assert generated(urgent) == continuation(range(20, 28), 4)
+
+
 def test_who_was_handed_over_to_a_full_batch_is_reported_with_its_tokens() -> None:
     bench = Bench(max_batch=1)
     bench.scheduler.add(make_sequence("a", range(8), max_tokens=4))
