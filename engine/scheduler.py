@@ -463,9 +463,9 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.num_preemptions += 1
-        # A prompt half done is computed again, because its KV may be read for sending before it is back. So
-        # is what may turn out to be damaged.
-        if victim.num_generated_tokens and victim.is_proven and victim.num_computed_tokens:
+        # What is half done is computed again: it may come back in a step without it, which may fail, or be
+        # sent from too soon. So is what may turn out to be damaged.
+        if victim.num_generated_tokens and victim.is_proven and victim.num_remaining_tokens == 1:
             self.num_swaps += self._swap_space.move_out(victim, self._num_blocks(victim.num_computed_tokens))
         self._give_back(victim)
         if victim in self._running:

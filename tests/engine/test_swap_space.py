@@ -10,6 +10,8 @@ from base.clock import SystemClock
 from base.config import GIB, EngineConfig
 from base.kv_layout import head_layout
 from base.request import FinishReason
+from base.step_budget import GapBounds
+from base.step_cost import StepCost
 from engine.build import assemble_engine
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
@@ -143,6 +145,30 @@ def test_a_prompt_half_done_and_kv_that_may_be_damaged_are_computed_again() -> N
     until_preempted(half_done)
     assert 0 < late.num_tokens == late.num_prompt_tokens
     assert late.swapped is None
+
+
+def test_what_is_half_done_again_is_never_read_from_where_a_failed_step_was_to_move_it() -> None:
+    """Where a step has no tokens for who comes back, only the move would be in it."""
+    bench = Bench(num_blocks=9, chunk_tokens=8, num_slots=9)
+    bound = GapBounds(longest_s=1e-5)
+    old = make_sequence("old", range(7), max_tokens=20, arrived_at_s=1.0, gap_bounds=bound)
+    again = make_sequence("again", range(50, 54), max_tokens=16, arrived_at_s=2.0)
+    again.token_ids += continuation(range(50, 54), 12)
+    bench.scheduler.add(old)
+    while old.num_computed_tokens < 11:
+        bench.step()
+    reserved = bench.pool.allocate(bench.pool.num_available - 4)
+    bench.scheduler.add(again)
+    until_preempted(bench)
+    bench.pool.release(reserved)
+    bench.pool.release(bench.pool.allocate(bench.pool.num_available))
+    bench.scheduler.step_cost = StepCost(1e-3, 1e-7, 0.01, 1e-4, 1e-6, chunk_step_s=0.004)
+    plan = bench.scheduler.schedule()
+    assert again not in [entry.sequence for entry in plan.entries]
+    for output in bench.scheduler.fail(plan):
+        bench.scheduler.release(output.sequence)
+    bench.run()
+    assert generated(again) == continuation(range(50, 54), 16)
 
 
 def test_what_is_still_cached_does_not_move_back() -> None:
