@@ -235,7 +235,7 @@ class Dispatcher:
             work = work._replace(evict_first=attempt.placed.evict_first_on == placement.prefill_node)
             prefilled = await self._handed_over(attempt, work, decode, prefill, source)
         self._was_prefilled(attempt, attempt.placed, prefilled)
-        finish = state.finish_of_first(prefilled)
+        finish = state.finish_of_first(prefilled, decode.info.max_model_len)
         if finish is None:
             self._pace.began()
             attempt.is_streaming = True

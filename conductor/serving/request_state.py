@@ -235,12 +235,15 @@ class RequestState:
         reason = f"request {self.request.request_id} ran out of time: {limits}"
         mailbox.put(Failed(self.attempt_id, DeadlineError.__name__, reason))
 
-    def finish_of_first(self, prefilled: Prefilled) -> FinishReason | None:
-        """Return why the sequence is over with the token that prefill sampled, if it is."""
+    def finish_of_first(self, prefilled: Prefilled, max_model_len: int) -> FinishReason | None:
+        """Return why the sequence is over with the token that prefill sampled, if it is.
+
+        `max_model_len`: the decode node's, by which it makes no token after the last that it takes."""
         if prefilled.finish_reason is not None:
             return prefilled.finish_reason
         num_tokens = len(self.generated) + 1
-        return FinishReason.LENGTH if num_tokens >= self.request.stop.max_tokens else None
+        is_full = len(self.request.token_ids) + num_tokens >= max_model_len
+        return FinishReason.LENGTH if is_full or num_tokens >= self.request.stop.max_tokens else None
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -110,6 +110,18 @@ async def test_the_reservation_is_what_the_prefill_node_is_told_to_write():
         assert (started.first_token_id, started.checksums) == (11, (1, 2))
 
 
+@pytest.mark.parametrize("roles", [[(Role.PREFILL, Role.DECODE)], [(Role.PREFILL,), (Role.DECODE,)]])
+async def test_a_first_token_that_fills_the_decode_nodes_window_is_the_last(roles):
+    """The window may be smaller than the model's: an operator's, or what the cache has blocks for."""
+    async with conductor() as running:
+        works = [ScriptedWork() for _ in roles]
+        for number, (work, of_node) in enumerate(zip(works, roles, strict=True)):
+            await running.attach(work, node_id=f"n{number}", roles=of_node, max_model_len=21)
+        assert await answer(running.dispatcher, request(max_tokens=5)) == ([11], FinishReason.LENGTH)
+        await until(lambda: not any(work.held() for work in works))
+        assert Start not in {type(item) for work in works for item in work.received}
+
+
 async def test_one_token_asked_is_one_token_and_no_decode():
     async with conductor() as running:
         work = ScriptedWork()
