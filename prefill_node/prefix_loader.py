@@ -71,6 +71,8 @@ class Prefix:
     def __init__(self, pool: BlockPool, request_id: RequestId) -> None:
         self._pool = pool
         self._request_id = request_id
+        self.chain: list[BlockHash] = []
+        """The hashes of the prompt's blocks before the one of its last token."""
         self.block_ids: list[int] = []
         """Held. The leading ones are published."""
         self.arrivals: PrefixArrivals | None = None
@@ -115,6 +117,7 @@ class Prefix:
 
     def give_to(self, sequence: Sequence, block_size: int) -> None:
         """Let `sequence`, which the engine has not yet, begin after what is still coming in."""
+        sequence.block_hashes += self.chain
         if self.arrivals is None:
             return
         self._pool.hold(self.block_ids)
@@ -197,7 +200,8 @@ async def loaded_prefix(
     try:
         # The last token is always computed, so a block that ends with it is not needed.
         longest = (len(work.token_ids) - 1) // block_size
-        chain = hash_chain(work.token_ids[: longest * block_size], block_size, work.chain_root)
+        tokens = work.token_ids[: longest * block_size]
+        chain = prefix.chain = hash_chain(tokens, block_size, work.chain_root)
         prefix.block_ids += pool.match(chain) if sources else []
         for source in sources:
             await prefix.load(chain, source, clock, parts if source is sources[-1] else ())

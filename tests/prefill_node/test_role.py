@@ -79,6 +79,24 @@ async def test_a_prefix_computed_before_is_matched_and_still_written(both):
     assert any(content(decode, grant.offsets[0]))
 
 
+async def test_a_prompts_blocks_are_hashed_once(both, monkeypatch):
+    """Of 128k tokens that holds the event loop for 20 ms."""
+    prefill, decode = both
+    hashed = []
+
+    def counted(token_ids, block_size, root):
+        chain = hash_chain(token_ids, block_size, root)
+        hashed.extend(chain)
+        return chain
+
+    for module in ("prefill_node.prefix_loader", "engine.sequence"):
+        monkeypatch.setattr(f"{module}.hash_chain", counted)
+    ask(prefill, decode, work(num_tokens=40), granted(decode, 3))
+    await prefill.said(Prefilled)
+    assert hashed == hash_chain(range(100, 140), 16, ROOT)
+    await finished(prefill)
+
+
 @pytest.mark.parametrize("evict_first", [False, True])
 async def test_what_another_node_keeps_is_evicted_before_what_was_computed_earlier(both, evict_first):
     prefill, decode = both
