@@ -38,7 +38,7 @@ class StepEntry:
     @property
     def num_scored(self) -> int:
         """Leading tokens whose logits say how likely the prompt's next token is, where somebody asks."""
-        if self.sequence.num_prompt_logprobs is None:
+        if not self.sequence.is_scored:
             return 0
         return max(0, min(self.context_len, self.sequence.num_prompt_tokens - 1) - self.start)
 

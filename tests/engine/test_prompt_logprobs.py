@@ -74,6 +74,28 @@ def test_a_scored_prompt_takes_the_room_of_its_logits(monkeypatch):
     assert [entry.num_tokens for entry in device.plans[0].entries] == [4]
 
 
+def test_a_prompt_that_is_computed_again_is_not_scored_again():
+    """Its chunks are as long as any, and so would its logits be."""
+    pool = BlockPool(9)
+    scheduler = Scheduler(pool, BLOCK_SIZE, 16, 8, 64)
+    device = ScoringDevice(9, BLOCK_SIZE)
+    scheduler.add(make_sequence("old", range(16), max_tokens=10))
+    scored = make_sequence("scored", range(50, 65), 9, num_prompt_logprobs=0, arrived_at_s=1.0)
+    scheduler.add(scored)
+    num_scored = 0
+    while (plan := scheduler.schedule()) is not None:
+        num_scored += sum(entry.num_scored for entry in plan.entries)
+        for output in scheduler.commit(plan, device.execute(plan)):
+            if output.finish_reason is not None:
+                scheduler.release(output.sequence)
+        if scheduler.num_preemptions:
+            pool.release(pool.allocate(pool.num_available))  # nothing of it is cached when it comes back
+    assert scheduler.num_preemptions > 0
+    assert num_scored == 14
+    assert places(scored) == [float(at) for at in range(1, 15)]
+    assert scored.token_ids[15:] == continuation(range(50, 65), 9)
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
