@@ -55,9 +55,12 @@ class Reservation:
             self.grants.append(await shard.grant(self.written, lease_s))
 
     async def close(self) -> None:
-        """Refuse further writes, and return when none is in flight. Again: no effect."""
+        """Refuse further writes, and return when none is in flight, on any rank. Again: no effect."""
+        await uninterrupted(self._end_grants())
+
+    async def _end_grants(self) -> None:
         for shard, granted in zip(self._kv.shards, self.grants, strict=False):
-            await uninterrupted(shard.revoke(granted.grant))
+            await shard.revoke(granted.grant)
 
     def take(self) -> list[int]:
         """Return the block ids; whoever calls this releases them."""

@@ -7,9 +7,13 @@ import pytest
 from base.block_hash import hash_chain
 from base.checksum import checksum
 from base.clock import SystemClock
+from base.grants import Grant, Operation, PeerDescriptor, RankGrant
+from base.kv_layout import KvPart
 from base.messages import Failed, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason
+from decode_node.reservation import reserved as blocks_reserved
 from decode_node.role import DecodeRole
+from engine.block_pool import BlockPool
 from tests.node_parts import LAYOUT, NUM_BLOCKS, ROOT, parts, work
 from transfer.batch import pieces_of
 from transfer.shard import NodeKv
@@ -208,6 +212,46 @@ async def test_a_release_at_any_stage_gives_everything_back(both, stage):
     await finished(decode)
     decode.check_nothing_is_held()
     assert not [item for item in decode.sent if isinstance(item, Failed)]
+
+
+class GrantingShard:
+    """What one rank has; its grant ends when the test lets it."""
+
+    def __init__(self, head):
+        self.part = KvPart(0, LAYOUT.num_layers, head, 1)
+        self.may_end, self.is_granted = asyncio.Event(), False
+
+    async def grant(self, block_ids, lease_s):
+        self.is_granted = True
+        peer = PeerDescriptor("rank", 1, ())
+        return RankGrant(peer, self.part, Grant(1, 2, Operation.WRITE, (0,), LAYOUT.block_bytes, lease_s))
+
+    async def revoke(self, grant):
+        await self.may_end.wait()
+        self.is_granted = False
+
+
+async def test_nobody_may_write_to_any_rank_when_blocks_come_free_of_who_is_cancelled_twice():
+    """A release and a deadline come at one moment."""
+    pool, shards = BlockPool(2), (GrantingShard(0), GrantingShard(1))
+    begun = asyncio.Event()
+
+    async def hold():
+        async with blocks_reserved(pool, NodeKv(LAYOUT, shards), work(num_tokens=16)):
+            begun.set()
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await asyncio.wait_for(begun.wait(), 60)
+    for _ in range(2):
+        holding.cancel()
+        await asyncio.sleep(0)
+    assert pool.num_held == 1
+    for shard in shards:
+        shard.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(holding, 60)
+    assert (pool.num_held, [shard.is_granted for shard in shards]) == (0, [False, False])
 
 
 async def test_a_write_after_the_release_is_refused(both):
