@@ -100,6 +100,8 @@ class KvSender:
         being loaded is there when the chunk's layers are.
         """
         entry = chunk.entry
+        if entry.sequence.block_table[: len(entry.block_table)] != list(entry.block_table):
+            return  # preempted since: it is computed again, and sent then
         if entry.sequence.arrivals is None:
             # Earlier chunks may be under way too: they were sent as they were launched, or are with this one.
             computed = min(entry.start, entry.sequence.num_computed_tokens)

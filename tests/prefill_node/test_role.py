@@ -309,12 +309,25 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
     assert prefill.pool.num_held == 0
 
 
+async def test_blocks_of_a_chunk_whose_sequence_was_preempted_since_are_somebody_elses(both):
+    prefill, decode = both
+    sender, _ = sending(both, 2)
+    sequence, groups = make_sequence("r", range(32)), (LayerGroup(0, LAYOUT.num_layers, lambda: None),)
+    others = prefill.pool.allocate(2)
+    prefill.cache.heads()[others] = 7
+    async with asyncio.TaskGroup() as writes:
+        sender.send_launched(writes, LaunchedChunk(StepEntry(sequence, 0, 32, tuple(others), True), groups))
+    assert not decode.cache.heads().any()
+    prefill.pool.release(others)
+    assert prefill.pool.num_held == 0
+
+
 async def test_a_chunk_under_way_that_reports_no_layers_is_sent_with_those_of_the_one_behind_it(both):
     prefill, decode = both
     sender, grant = sending(both, 3)
     blocks = prefill.pool.allocate(3)
     sequence = make_sequence("r", range(48))
-    sequence.num_computed_tokens = 16
+    sequence.num_computed_tokens, sequence.block_table = 16, list(blocks)
     prefill.cache.heads()[blocks[:1]] = 7
 
     may_end = threading.Event()
