@@ -45,7 +45,7 @@ class Caller(NamedTuple):
 
 
 def said_once(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return headers by their names; raises InvalidRequestError where one that must stand once is repeated."""
+    """Return headers by their names; raises InvalidRequestError where one of `ONCE` is repeated."""
     said: dict[str, str] = {}
     for name, text in pairs:
         if name in said and (name in ONCE or name.startswith("x-slo-")):

@@ -78,7 +78,8 @@ class HttpApi:
         gated = route or next(iter(at_path.values()), None)
         try:
             # Not Starlette's, which looks through all of them for each.
-            headers = said_once((key.decode("latin-1"), text.decode("latin-1")) for key, text in scope["headers"])
+            pairs = ((key.decode("latin-1"), text.decode("latin-1")) for key, text in scope["headers"])
+            headers = said_once(pairs)
             with self._authorizer.call(gated.who if gated else Who.OPERATORS, headers) as client:
                 if route is None:
                     response = _not_served(scope, at_path)

@@ -30,7 +30,7 @@ class BatchSlack:
         self._num_unbounded = 0
         """How many of the batch name no bound, or have lost their only one."""
         self._joined: list[SimRequest] = []
-        """Those that join in this step and have a bound on the longest gap."""
+        """Sequences that join in this step and have a bound on the longest gap."""
         self._new: list[tuple[float, int, SimRequest]] = []
         """Entries for the heaps, of those whose first token came with the last step."""
 

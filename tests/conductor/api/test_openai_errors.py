@@ -286,10 +286,12 @@ async def test_bug_is_told_as_nothing_but_a_bug(model):
 
 @pytest.mark.parametrize("name", ["authorization", "x-tenant-id", "x-slo-ttft-ms"])
 async def test_a_header_that_stands_twice_is_refused_by_its_name(model, name):
-    async with serving(model, lambda request: spoken(model, "hi")) as api:
-        async with httpx.AsyncClient(base_url=api.url) as client:
-            twice = await client.post(CHAT, content=chat(), headers=[(name, "5"), (name, "5")])
-            other = await client.post(CHAT, content=chat(), headers=[("x-forwarded-for", "::1")] * 2)
+    async with (
+        serving(model, lambda request: spoken(model, "hi")) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+    ):
+        twice = await client.post(CHAT, content=chat(), headers=[(name, "5"), (name, "5")])
+        other = await client.post(CHAT, content=chat(), headers=[("x-forwarded-for", "::1")] * 2)
     assert (twice.status_code, twice.json()["error"]["param"]) == (400, name)
     assert other.status_code == 200
 
