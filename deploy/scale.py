@@ -28,6 +28,8 @@ def scale(
     """Start or drain nodes until the pools have these sizes; no request is lost."""
     try:
         wanted = dict(_size(size) for size in sizes)
+        if len(wanted) < len(sizes):
+            raise ValueError(f"{' '.join(sizes)}: a pool is there twice")
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from error

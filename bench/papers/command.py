@@ -112,6 +112,8 @@ def named_trace(args: argparse.Namespace) -> Trace:
     """Return the trace of a file, or a generated one."""
     name = str(args.trace)
     if name in WORKLOADS and not args.trace.exists():
+        if args.format or args.block_size:
+            raise ConfigError("--format, --block-size: of a file; a generated trace has its own")
         whole = SIZES[name][0] if args.paper else GENERATED_REQUESTS
         count = args.until or whole
         return generate(name, count, GENERATED_RATE, args.seed)

@@ -24,7 +24,8 @@ def read_log(path: Path) -> tuple[Shared, Iterator[Decision | tuple[RequestId, A
     try:
         shared = shared_from(json.loads(next(lines, (1, ""))[1]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: no decision log: {error}") from error
+        reason = f"its first line has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path}: no decision log: {reason}") from error
     return shared, _items(path, lines)
 
 

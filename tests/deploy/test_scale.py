@@ -116,3 +116,9 @@ def test_a_size_that_is_none_is_refused(size):
     done = conductor(marked_environment(), "scale", "--", size)
     assert done.returncode == 2
     assert "prefill=N or decode=N is wanted" in done.stderr
+
+
+def test_a_pool_of_two_sizes_is_refused():
+    done = conductor(marked_environment(), "scale", "prefill=2", "prefill=3")
+    assert done.returncode == 2
+    assert "prefill=2 prefill=3: a pool is there twice" in done.stderr

@@ -245,6 +245,12 @@ def test_workload_can_be_named_instead_of_a_file(capsys) -> None:
     assert report["runs"][0]["completed"] == 100
 
 
+@pytest.mark.parametrize("option", [("--format", "mooncake"), ("--block-size", "4")])
+def test_what_a_file_may_be_asked_for_is_refused_of_a_workload(capsys, option) -> None:
+    assert main(["conversation", "--until", "3", *option]) == 2
+    assert "--format, --block-size: of a file" in capsys.readouterr().err
+
+
 def test_shipped_trace_replays() -> None:
     assert main([str(ROOT / "bench" / "traces" / "sample.jsonl"), "--nodes", "2P2D"]) == 0
 

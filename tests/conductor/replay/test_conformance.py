@@ -277,6 +277,7 @@ def test_of_a_log_that_began_anew_what_the_file_before_it_decided_is_left_out(li
         (None, "No such file"),
         (b"\x1f\x8b", "can't decode"),
         (b"", "no decision log"),
+        (b'{"timestamp":0}', "no decision log: its first line has no 'format'"),
         (b'{"kind":"decis', ":3: neither a decision nor an outcome"),
         (b"[1]", ":3: neither a decision nor an outcome"),
         (b'{"kind":"other"}', ":3: neither a decision nor an outcome"),
