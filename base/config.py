@@ -449,6 +449,8 @@ class ConductorProcess:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    """That of its nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 Each recorded result is replayed with a profile of its card and engine: those of `bench.goodput`, of engines
 whose decode steps took 7 % longer, with the one measured then, by `bench.goodput_replayed`; those of
-`bench.step_budgets_live` with that of their engine, today's with the card's. The errors of TTFT, of TPOT and
-of the share within each pair of bounds stand in one table, with medians and the worst. Runs of a trace are
-left out without `--trace`.
+`bench.step_budgets_live` with that of their engine, today's with the card's. No node had a store. The errors
+of TTFT, of TPOT and of the share within each pair of bounds stand in one table, with medians and the worst.
+Runs of a trace are left out without `--trace`.
 
     python -m bench.goodput_truth --trace conversation_trace.jsonl --out bench/results/goodput_truth.json
 """
@@ -63,7 +63,7 @@ JUDGED = ("median_ttft_ms", "median_tpot_ms")
 
 def rows_of(name: str, result: dict[str, Any], trace: Trace | None) -> Iterator[dict[str, Any]]:
     """Yield each rate of a result, measured and replayed."""
-    profile: Profile = load_profile(str(BEFORE))
+    profile: Profile = load_profile(str(BEFORE)).without_store()
     for measured in result["shapes"]:
         shape = shape_of(result, measured["shape"])
         for tried in measured["tried"]:
@@ -84,7 +84,7 @@ def live_rows_of(name: str, result: dict[str, Any], profile: Path | None) -> Ite
 
     All rows of a shape are one run, as they were of one cluster: each begins when the one before it has been
     answered, and its requests name its bounds."""
-    cost = CostModel(load_profile(str(profile or CARDS[result["gpus"][0]])))
+    cost = CostModel(load_profile(str(profile or CARDS[result["gpus"][0]])).without_store())
     for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
         served = [row for row in result["rows"] if row["shape"] == shape]
         requests: list[TraceRequest] = []

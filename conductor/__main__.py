@@ -58,7 +58,8 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     """Run the conductor until it is asked to stop. The wiring diagram of the process."""
     clock = SystemClock()
     rng = random.Random(secrets.randbits(64))
-    cost = CostModel(load_profile(config.profile))
+    profile = load_profile(config.profile)
+    cost = CostModel(profile if config.store.is_used else profile.without_store())
     view = ClusterView(cost, config.block_size)
     membership = Membership(config.model_id, view, clock)
     registry = process_registry()
@@ -122,7 +123,7 @@ def _replay(replays: Replays, slo: SloConfig) -> Callable[[ReplayBody], Awaitabl
 
 def _replay_arguments(config: ConductorProcess) -> list[str]:
     return service_arguments(
-        ClusterConfig(profile=config.profile, scheduler=config.scheduler, slo=config.slo)
+        ClusterConfig(profile=config.profile, scheduler=config.scheduler, slo=config.slo, store=config.store)
     )
 
 

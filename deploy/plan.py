@@ -114,6 +114,7 @@ def conductor_process(config: ClusterConfig, model: LocalModel, number: int = 0)
         scheduler=scheduler,
         nodes=nodes,
         tracing=config.tracing,
+        store=config.store,
     )
 
 

@@ -141,6 +141,12 @@ class Profile:
         if not self.transfer_bytes_per_s:
             raise ValueError("transfer_bytes_per_s: more than 0")
 
+    def without_store(self) -> Profile:
+        """Return the costs of nodes without a store: what they find of a prompt lies on the device."""
+        return dataclasses.replace(
+            self, prefix_token_s=0.0, host_kv_tokens=self.device_kv_tokens, disk_kv_tokens=0
+        )
+
 
 COMPUTED = (
     "prefill_fixed_s",

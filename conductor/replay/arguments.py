@@ -127,6 +127,8 @@ def _add_cluster(add: Callable[..., object]) -> None:
     add("--max-batch", type=whole(1, MAX_COUNT), metavar="N", help=batch)
     pipeline = "prefill nodes that pipeline each prompt (CPP)"
     add("--stages", type=whole(1, MAX_NODES), default=1, metavar="X", help=pipeline)
+    where = "nodes have no store: what they find of a prompt lies on the device, and no more than fits there"
+    add("--no-store", action="store_true", help=where)
     disk = "tokens of KV on each node's disk (the profile's)"
     add("--disk", type=real(0, 1e15), metavar="TOKENS", help=disk)
     add(
@@ -254,6 +256,7 @@ def service_arguments(config: ClusterConfig) -> list[str]:
         given["--chunk-tokens"] = chunk_tokens
     switches = {
         "--no-fetch": not scheduler.fetch,
+        "--no-store": not config.store.is_used,
         "--whole-chunks": not scheduler.step_budgets,
     }
     words = [word for name, value in given.items() for word in (name, str(value))]

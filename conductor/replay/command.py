@@ -147,8 +147,12 @@ def write(args: argparse.Namespace, trace: Trace, profile: Profile, runs: Sequen
 
 
 def read_profile(args: argparse.Namespace) -> Profile:
-    """Return the profile that was asked for, with the disk that was."""
+    """Return the profile that was asked for, without a store or with the disk that was."""
     profile = load_profile(args.profile or DEFAULT_PROFILE)
+    if args.no_store:
+        if args.disk:
+            raise ConfigError("--disk: a part of a store, beside --no-store there is none")
+        return profile.without_store()
     if args.disk is not None:
         profile = dataclasses.replace(profile, disk_kv_tokens=int(args.disk))
     if args.disk_rate is not None:

@@ -12,9 +12,11 @@ import pytest
 
 from base.config import SchedulerConfig
 from bench.papers.chart import chart
-from bench.papers.command import main
+from bench.papers.command import main, read_arguments
 from bench.trace_file import write_trace
+from conductor.profiles.reader import load_profile
 from conductor.replay.arguments import parse_nodes
+from conductor.replay.command import read_profile
 from conductor.replay.policies import POLICIES
 from tests.conductor.replay.builders import small_trace
 
@@ -181,6 +183,27 @@ def test_replay_does_as_the_cluster_that_is_deployed(trace_file, tmp_path, capsy
     assert (run["policy"], run["reject"], run["headroom"], run["ahead_s"]) == ("load", "early", 0.5, 3.0)
     assert run["rejected_by_reason"].keys() == {"ttft"}
     assert run["conductors"] == 2
+
+
+@pytest.mark.parametrize(
+    ("store", "given", "is_without"),
+    [("", [], True), ("store: {dram_gib: 8}", [], False), ("store: {dram_gib: 8}", ["--no-store"], True)],
+)
+def test_prefixes_of_a_cluster_without_a_store_lie_on_the_device(tmp_path, store, given, is_without) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"profile: h200-llama8b\n{store}\n")
+    profile, found = (
+        load_profile("h200-llama8b"),
+        read_profile(read_arguments(["t", "-c", str(file), *given])),
+    )
+    assert found == (profile.without_store() if is_without else profile)
+    assert (found.prefix_token_s == 0) == is_without
+    assert found.host_kv_tokens == (profile.device_kv_tokens if is_without else profile.host_kv_tokens)
+
+
+def test_a_disk_without_a_store_is_refused(trace_file, capsys) -> None:
+    assert main([str(trace_file), "--disk", "1e6", "--no-store"]) == 2
+    assert "--disk: a part of a store" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
