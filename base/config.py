@@ -450,7 +450,7 @@ class ConductorProcess:
     nodes: NodesConfig = field(default_factory=NodesConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
-    """That of its nodes."""
+    """The store of its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
