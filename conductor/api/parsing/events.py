@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 MAX_CALL_DEPTH = 100
@@ -79,16 +80,21 @@ def called_or_none(name: object, arguments: object) -> Called | None:
         return None
 
 
-def fault_of(value: Any, levels: int = MAX_CALL_DEPTH) -> str:
-    """Return what a value of JSON has that it may not have, in words; empty: nothing."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "it has a number that JSON cannot say"
-    if not isinstance(value, dict | list):
-        return ""
-    if not levels:
-        return f"at most {MAX_CALL_DEPTH} levels"
-    items = value.values() if isinstance(value, dict) else value
-    return next((fault for item in items if (fault := fault_of(item, levels - 1))), "")
+def fault_of(value: Any) -> str:
+    """Return what a value of JSON has that it may not have, in words; empty: nothing.
+
+    A level at a time, by functions of C: there may be a hundred thousand values."""
+    level = [value]
+    for depth in range(MAX_CALL_DEPTH + 1):
+        if not all(map(math.isfinite, filter(float.__instancecheck__, level))):
+            return "it has a number that JSON cannot say"
+        objects = [*filter(dict.__instancecheck__, level)]
+        lists = [*filter(list.__instancecheck__, level)]
+        if not objects and not lists:
+            return ""
+        if depth < MAX_CALL_DEPTH:
+            level = [*chain.from_iterable(map(dict.values, objects)), *chain.from_iterable(lists)]
+    return f"at most {MAX_CALL_DEPTH} levels"
 
 
 def value_or_none(text: str) -> Any:
