@@ -34,6 +34,7 @@ GAP_BOUNDS = (
     GapBounds(0.01),
     GapBounds(0.5, 0.02),
     GapBounds(longest_s=1e-5),
+    GapBounds(longest_s=0.011),
 )
 
 

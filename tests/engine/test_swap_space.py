@@ -150,7 +150,7 @@ def test_a_prompt_half_done_and_kv_that_may_be_damaged_are_computed_again() -> N
 def test_what_is_half_done_again_is_never_read_from_where_a_failed_step_was_to_move_it() -> None:
     """Where a step has no tokens for who comes back, only the move would be in it."""
     bench = Bench(num_blocks=9, chunk_tokens=8, num_slots=9)
-    bound = GapBounds(longest_s=1e-5)
+    bound = GapBounds(longest_s=0.011)  # an empty step keeps it, and nothing beside it would
     old = make_sequence("old", range(7), max_tokens=20, arrived_at_s=1.0, gap_bounds=bound)
     again = make_sequence("again", range(50, 54), max_tokens=16, arrived_at_s=2.0)
     again.token_ids += continuation(range(50, 54), 12)
