@@ -34,6 +34,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.explain import Decisions
 from conductor.placing.prefill_policies import scheduler_settings
+from conductor.placing.profile import Profile
 from conductor.placing.roles import RoleController
 from conductor.profiles.reader import load_profile
 from conductor.replay.arguments import service_arguments
@@ -58,8 +59,7 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     """Run the conductor until it is asked to stop. The wiring diagram of the process."""
     clock = SystemClock()
     rng = random.Random(secrets.randbits(64))
-    profile = load_profile(config.profile)
-    cost = CostModel(profile if config.store.is_used else profile.without_store())
+    cost = CostModel(_profile(config))
     view = ClusterView(cost, config.block_size)
     membership = Membership(config.model_id, view, clock)
     registry = process_registry()
@@ -119,6 +119,11 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
 
 def _replay(replays: Replays, slo: SloConfig) -> Callable[[ReplayBody], Awaitable[object]]:
     return lambda body: replays.run(body.trace, body.nodes, body.arguments(), body.slo(slo))
+
+
+def _profile(config: ConductorProcess) -> Profile:
+    profile = load_profile(config.profile)
+    return profile if config.store.is_used else profile.without_store()
 
 
 def _replay_arguments(config: ConductorProcess) -> list[str]:
