@@ -81,6 +81,16 @@ def target_gap_s(empty_step_s: float) -> float:
     return max(TARGET_GAP_S, TARGET_STEPS * empty_step_s)
 
 
+def longest_left_s(
+    bounds: GapBounds, is_mean_lost: bool, last_token_at_s: float, empty_step_s: float, now_s: float
+) -> float:
+    """Return how long a sequence can wait by its bound on the longest gap, or by the target."""
+    if empty_step_s <= bounds.longest_s < inf:
+        return last_token_at_s + KEPT_LONGEST * bounds.longest_s - now_s
+    has_mean = bounds.longest_s == inf != bounds.mean_s and not is_mean_lost
+    return inf if has_mean else target_gap_s(empty_step_s)
+
+
 def is_lost(left_s: float, gaps_left: int, mean_s: float, empty_step_s: float) -> bool:
     """Return whether a bound on the mean gap cannot be met any more.
 

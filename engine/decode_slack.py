@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from math import inf
 from typing import NamedTuple
 
-from base.step_budget import KEPT_LONGEST, KEPT_MEAN, DecodeLoad, is_lost, target_gap_s
+from base.step_budget import KEPT_MEAN, DecodeLoad, is_lost, longest_left_s
 from base.step_cost import StepCorrection, StepCost
 from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
@@ -61,9 +61,9 @@ def decode_load(
     empty_s = cost.decode_step_s(len(decoding), context_tokens) * correction.ratio(False)
     begun = [row for row in decoding if row.first_token_at_s is not None]
     mean_left_s, first = _first_due(begun, empty_s, now_s)
-    longest_left_s = min((_longest_left_s(row, empty_s, now_s) for row in begun), default=inf)
+    longest_s = min((_longest_s(row, empty_s, now_s) for row in begun), default=inf)
     saving_s = 0.0 if first is None else KEPT_MEAN * first.sequence.gap_bounds.mean_s - empty_s
-    return DecodeLoad(len(decoding), context_tokens, mean_left_s, longest_left_s, saving_s)
+    return DecodeLoad(len(decoding), context_tokens, mean_left_s, longest_s, saving_s)
 
 
 def predicted_step_s(plan: StepPlan, cost: StepCost) -> float:
@@ -95,9 +95,6 @@ def _due_s(row: Decoding) -> float:
     return row.first_token_at_s + KEPT_MEAN * row.sequence.gap_bounds.mean_s * (row.num_gaps + 1)
 
 
-def _longest_left_s(row: Decoding, empty_s: float, now_s: float) -> float:
-    bounds = row.sequence.gap_bounds
-    if empty_s <= bounds.longest_s < inf:
-        return KEPT_LONGEST * bounds.longest_s - (now_s - row.last_token_at_s)
-    has_mean = bounds.longest_s == inf != bounds.mean_s and not row.sequence.is_mean_lost
-    return inf if has_mean else target_gap_s(empty_s)
+def _longest_s(row: Decoding, empty_s: float, now_s: float) -> float:
+    sequence = row.sequence
+    return longest_left_s(sequence.gap_bounds, sequence.is_mean_lost, row.last_token_at_s, empty_s, now_s)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from math import inf
 
-from base.step_budget import KEPT_LONGEST, KEPT_MEAN, is_lost, target_gap_s
+from base.step_budget import KEPT_LONGEST, KEPT_MEAN, is_lost, longest_left_s, target_gap_s
 from conductor.replay.sim_request import SimRequest
 
 
@@ -88,12 +88,13 @@ class BatchSlack:
             request.is_mean_lost = True
             if request.join_number:
                 self._num_unbounded += request.gap_bounds.longest_s == inf
-        longest_left_s = min((KEPT_LONGEST * each for each in self._longest if each >= empty_s), default=inf)
+        longest_s = min((KEPT_LONGEST * each for each in self._longest if each >= empty_s), default=inf)
         if self._num_unbounded or any(each < empty_s for each in self._longest):
-            longest_left_s = min(longest_left_s, target_gap_s(empty_s))
-        for request in (*self._joined, *waiting):
-            longest_left_s = min(longest_left_s, _longest_left_s(request, empty_s, now_s))
-        return mean_left_s, longest_left_s, saving_s
+            longest_s = min(longest_s, target_gap_s(empty_s))
+        for each in (*self._joined, *waiting):
+            left_s = longest_left_s(each.gap_bounds, each.is_mean_lost, each.token_at_s, empty_s, now_s)
+            longest_s = min(longest_s, left_s)
+        return mean_left_s, longest_s, saving_s
 
     def _first_due(
         self, step: int, now_s: float, waiting: Iterable[SimRequest]
@@ -123,12 +124,3 @@ class BatchSlack:
                 if best is None or due_s < best[0]:
                     best = (due_s, mean_s, request)
         return best
-
-
-def _longest_left_s(request: SimRequest, empty_s: float, now_s: float) -> float:
-    """Return how long a sequence can wait by a bound on the longest gap, or by the target."""
-    bounds = request.gap_bounds
-    if empty_s <= bounds.longest_s < inf:
-        return request.token_at_s + KEPT_LONGEST * bounds.longest_s - now_s
-    has_mean = bounds.longest_s == inf != bounds.mean_s and not request.is_mean_lost
-    return inf if has_mean else target_gap_s(empty_s)
