@@ -63,7 +63,10 @@ class StepCall(NamedTuple):
     """[HEADER_NUMBERS] int64 on the host, as `step_header` makes it."""
     part: StepPart
     parts: torch.Tensor
-    """`decode_parts` of the sequences of one token; where there are none, any numbers."""
+    """A row for each window of the model: `decode_parts` of the sequences of one token; where there are none,
+    any numbers."""
+    windows: tuple[int, ...]
+    """Last tokens that some layers read, as in `parts`; 0: all."""
     rows: torch.Tensor
     """[num_rows] int64 on the device; the last token of each sequence."""
 
@@ -161,7 +164,8 @@ def _attention(
     cache_dim = max(query.shape[-1], value_dim) if block_size else kv_layer.shape[-1]
     rows = [_token_rows(item, cache_dim) for item in (query, key, value)]
     where = (kv_layer, block_size, call.memory, call.header)
-    rule = (scale, arguments.get("sliding_window") or 0, arguments.get("softcap") or 0.0)
+    window = arguments.get("sliding_window") or 0
+    rule = (scale, window, arguments.get("softcap") or 0.0)
     sinks = arguments.get("s_aux")
     if call.part is StepPart.KEEP_KV:
         keep_kv(rows[1], rows[2], *where)
@@ -169,7 +173,7 @@ def _attention(
     elif call.part is StepPart.LAST_ROWS:
         output = last_rows_attention(rows[0], *where, *rule, sinks)
     else:
-        output = paged_attention(*rows, *where, call.parts, *rule, sinks)
+        output = paged_attention(*rows, *where, call.parts, call.windows.index(window), *rule, sinks)
     return output[None, ..., :value_dim], None
 
 
@@ -222,6 +226,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     memory: torch.Tensor,
     header: torch.Tensor,
     parts: torch.Tensor,
+    parts_row: int,
     scale: float,
     sliding_window: int,
     soft_cap: float,
@@ -247,7 +252,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             sinks,
             output=output[singles],
             added=None if has_chunks else (key[singles], value[singles]),
-            parts=parts,
+            parts=parts[parts_row],
             scales=scales,
         )
     if not has_chunks:
@@ -355,7 +360,7 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
         if shape.num_single:
             halves = rows_query[0][singles], rows_query[1][singles]
             lens, into = views.single_lens, mixed[singles]
-            decode_latents(*halves, layer, views.single_tables, lens, scale, parts, output=into)
+            decode_latents(*halves, layer, views.single_tables, lens, scale, parts[0], output=into)
         if shape.num_chunks and not is_long:
             where = views.chunk_tables, views.chunk_starts, views.chunk_lens
             prefill_latents(*rows_query, layer, *where, scale, mixed)

@@ -10,30 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.compiled import compile_around, compile_layers, compiled
 from engine.expert_load import ExpertCounts
 from engine.fused_projections import fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
-from engine.kernels.decode_parts import (
-    FEW_HEADS,
-    MEASURED_MULTIPROCESSORS,
-    MEASURED_ROW_BYTES,
-    OTHER_PROGRAMS,
-    PROGRAMS,
-    SCALED_PROGRAMS,
-    KernelPrograms,
-    decode_parts,
-)
+from engine.kernels.decode_parts import PartCounts, count_parts, decode_parts
+from engine.kernels.paged_decode import decode_programs
 from engine.kernels.paged_latents import DECODE_PROGRAMS, head_groups
 from engine.kernels.step_inputs import step_inputs
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
 from engine.latent_attention import heads_of
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import make_plans
-from engine.paged_cache import CACHE_DTYPES, PagedCache
+from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, run_stage
 from engine.real_rotary import use_real_rotary
 from engine.step_memory import StepShape, StepViews, carve
@@ -88,7 +80,9 @@ class GpuModel:
         self.row_states = torch.empty(0)
         """The last hidden state behind each row of logits of the step that was queued last."""
         self._states = torch.empty(0)
-        self._no_parts = torch.zeros(ODD_SIZE, dtype=torch.int32, device=self.device)
+        self._windows = windows_of(config)
+        odd = len(self._windows), ODD_SIZE
+        self._no_parts = torch.zeros(odd, dtype=torch.int32, device=self.device)
         model.base_model.register_forward_hook(self._ended)
 
     @property
@@ -130,7 +124,7 @@ class GpuModel:
         arguments = {
             "position_ids": positions[None],
             "use_cache": False,
-            "paged": StepCall(memory, header, StepPart.ALL, self._parts(views), rows),
+            "paged": StepCall(memory, header, StepPart.ALL, self._parts(views), self._windows, rows),
         }
         keep = 0 if self._cuts_last_layer else rows
         logits = run_stage(self._model, self._stage, token_ids[None], arguments, keep)
@@ -144,19 +138,21 @@ class GpuModel:
         """Return who reads what of the sequences of one token, which all layers share."""
         if not len(views.single_lens):
             return self._no_parts
-        groups = self._heads.groups
-        programs = self._heads.programs[len(views.single_lens) * groups > FEW_HEADS]
-        return decode_parts(views.single_lens, groups, programs)
+        return decode_parts(views.single_lens, self._heads.parts, self._windows)
+
+
+def windows_of(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the windows that the attention layers of a model can have; 0: none."""
+    window = getattr(config, "sliding_window", None)
+    return (0, window) if window else (0,)
 
 
 class HeadsRead(NamedTuple):
     """The heads of one rank, as attention goes about them."""
 
     queries: int
-    groups: int
-    """Groups of query heads that read KV once for all of them."""
-    programs: tuple[KernelPrograms, KernelPrograms]
-    """Programs among which the contexts of a step's sequences are divided, up to `FEW_HEADS` and above."""
+    parts: PartCounts
+    """Numbers of parts into which the contexts of a step's sequences are cut."""
     widths: tuple[int, int, int]
     """Heads, and numbers of K and of V in each, as long chunks are attended to."""
     are_latent: bool = False
@@ -169,23 +165,15 @@ def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> Hea
         if (latents := heads_of(module)) is not None:
             rotary = cache.field("rotary_key").shape[-1]
             widths = layout.num_heads, latents.nope_dim + rotary, latents.value_dim
-            groups = head_groups(layout.num_heads)
-            return HeadsRead(layout.num_heads, groups, (DECODE_PROGRAMS,) * 2, widths, are_latent=True)
+            parts = count_parts(head_groups(layout.num_heads), DECODE_PROGRAMS)
+            return HeadsRead(layout.num_heads, parts, widths, are_latent=True)
     width = layout.fields[0].width
     config = model.config.get_text_config()
     num_ranks = max(1, (getattr(config, "num_key_value_heads", None) or num_heads) // layout.num_heads)
     widths = layout.num_heads, width, width
-    programs = SCALED_PROGRAMS if cache.has("scale") else _programs_of(cache, width)
-    return HeadsRead(num_heads // num_ranks, layout.num_heads, programs, widths)
-
-
-def _programs_of(cache: PagedCache, width: int) -> tuple[KernelPrograms, KernelPrograms]:
-    device = cache.tensor.device
-    row_bytes = width * CACHE_DTYPES[cache.layout.fields[0].dtype].itemsize
-    if device.type != "cuda" or row_bytes != MEASURED_ROW_BYTES:
-        return OTHER_PROGRAMS
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return PROGRAMS if count == MEASURED_MULTIPROCESSORS else OTHER_PROGRAMS
+    programs = decode_programs(width * model.dtype.itemsize, cache.has("scale"))
+    parts = count_parts(layout.num_heads, programs)
+    return HeadsRead(num_heads // num_ranks, parts, widths)
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -4,7 +4,7 @@ All query heads attend to one head, whose K is a latent and a rotary key and who
 a tile reads once serves both products and all heads. So a program takes as many heads as are rows of a matrix
 product, and reads little for what it computes.
 
-Two kernels: one new token per sequence, in parts of contexts as `paged_decode.py` cuts them, and chunks, in
+Two kernels: one new token per sequence, in equal parts of all contexts as `paged_decode.py`, and chunks, in
 tiles as `paged_prefill.py` numbers them. Both launch by shapes alone.
 """
 
@@ -17,7 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.decode_parts import MAX_SPLITS, KernelPrograms, decode_parts
+from engine.kernels.decode_parts import (
+    UNIT,
+    KernelPrograms,
+    _part_of,
+    _sequence_of,
+    count_of,
+    count_parts,
+    decode_parts,
+)
 from engine.kernels.key_parts import (
     LEAST_KEYS,
     _part_of_keys,
@@ -27,7 +35,7 @@ from engine.kernels.key_parts import (
     num_parts,
     part_buffers,
 )
-from engine.kernels.paged_decode import LOG2_E, _join_parts, _part_span, join_grid
+from engine.kernels.paged_decode import LOG2_E, join_pieces
 from engine.kernels.paged_prefill import _chunk_of_tile
 from engine.kernels.shared_memory import shared_memory_bytes
 
@@ -53,8 +61,8 @@ class LatentTiles:
 DECODE_TILES = LatentTiles(heads=16, rows=16, tokens=64, num_warps=8, num_stages=2)
 DEEP_STAGES = 5
 """Stages of the same where the device's shared memory has room for three tiles, which are then under way."""
-DECODE_PROGRAMS = KernelPrograms(132, 132, (132,))
-"""Programs among which all contexts are divided: a wave has one for each multiprocessor.
+DECODE_PROGRAMS = KernelPrograms(132, 132)
+"""Programs of a step: one for each multiprocessor of an H200.
 
 One H200, 16 heads, latents of 512, contexts of 1,090 tokens: 64 sequences take 38 us, with 512 programs, four
 warps and two stages 49; 256 sequences 103 and 125; one sequence of 32,000 tokens 47 and 66."""
@@ -99,7 +107,7 @@ def decode_latents(
         latent_query, rotary_query: [num_seqs, num_heads, rank] and [..., rotary_dim], the last contiguous.
         block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are not read.
         context_lens: [num_seqs] int32; 0 marks padding, whose output is zeros.
-        parts: `decode_parts` of `context_lens`, `head_groups` and `DECODE_PROGRAMS`; None: made here.
+        parts: A row of `decode_parts`, of `context_lens`; None: made here.
         output: Written, contiguous; None allocates.
 
     Raises ValueError for a shape, stride or dtype that the kernel does not take."""
@@ -107,24 +115,21 @@ def decode_latents(
     num_seqs, num_heads, rank = latent_query.shape
     tiles = tiles or decode_tiles(layer)
     groups, heads = head_groups(num_heads, tiles), min(tiles.heads, num_heads)
-    parts = decode_parts(context_lens, groups, DECODE_PROGRAMS) if parts is None else parts
-    num_items = parts.shape[0] - 2 * num_seqs
+    if parts is None:
+        parts = decode_parts(context_lens, count_parts(groups, DECODE_PROGRAMS))[0]
+    count = count_of(parts, num_seqs)
     output = latent_query.new_empty((num_seqs, num_heads, rank)) if output is None else output
-    partial = output.new_empty((num_items, num_heads, rank), dtype=torch.float32)
-    log_sums = output.new_empty((num_items, num_heads), dtype=torch.float32)
-    _decode_part[(groups, num_items)](
-        latent_query, rotary_query, *layer, block_tables, context_lens, parts, num_items,
+    partial = output.new_empty((2 * count, num_heads, rank), dtype=torch.float32)
+    log_sums = output.new_empty((2 * count, num_heads), dtype=torch.float32)
+    _decode_part[(groups, count)](
+        latent_query, rotary_query, *layer, block_tables, context_lens, parts, num_seqs,
         output, partial, log_sums, scale * LOG2_E.value, num_heads,
         *latent_query.stride()[:2], *rotary_query.stride()[:2], *layer[0].stride()[:2],
         *layer[1].stride()[:2], block_tables.stride(0), **constants,
         HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)),
         TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    _join_parts[join_grid(num_heads, num_seqs)](
-        partial, log_sums, context_lens, parts, num_items, num_heads, log_sums, output,
-        WINDOW=0, SINKS=False, DIM=rank, DIM_PAD=triton.next_power_of_2(rank), TILE=tiles.tokens,
-        OVERLAPS=False,
-    )  # fmt: skip
+    join_pieces(partial, log_sums, parts, output, OVERLAPS=False)
     return output
 
 
@@ -230,9 +235,9 @@ def _attend_latents(
     """Take positions `begin` to `end` into the running softmax; scores are base 2."""
     dims = tl.arange(0, RANK_PAD)
     rotary_dims = tl.arange(0, ROTARY_PAD)
-    for start in range(begin, end, TILE):
+    for start in range(begin // TILE * TILE, end, TILE):
         at = start + tl.arange(0, TILE)
-        seen = at < end
+        seen = (at >= begin) & (at < end)
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
         else:
@@ -272,11 +277,11 @@ def _decode_part(
     rotary_keys,  # [num_blocks, BLOCK_SIZE, ROTARY]
     block_tables,  # [num_seqs, max_blocks]
     context_lens,  # [num_seqs]
-    parts,  # [num_items + 2 * num_seqs]
-    num_items,
-    output,  # [num_seqs, num_heads, RANK]; written of sequences that are one part
-    partial,  # [num_items, num_heads, RANK]; written of the others
-    log_sums,  # [num_items, num_heads], base 2
+    parts,  # [2 * count + 1 + 3 * num_seqs]
+    num_seqs,
+    output,  # [num_seqs, num_heads, RANK]; written of sequences that are one piece
+    partial,  # [2 * count, num_heads, RANK]; written of the others: of each part what began before, and in it
+    log_sums,  # [2 * count, num_heads], base 2
     scale,
     num_heads,
     latent_seq_stride,
@@ -297,46 +302,48 @@ def _decode_part(
     HEADS_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    item = tl.program_id(1)
-    part = tl.load(parts + item)
-    if part < 0:
-        return
-    seq = (part // MAX_SPLITS).to(tl.int64)
-    count = tl.load(parts + num_items + seq)
-    length = tl.load(context_lens + seq)
-    first, span = _part_span(length, count, 0, TILE)
-    begin = first + part % MAX_SPLITS * span
-    end = tl.minimum(begin + span, length)
-    if begin >= end:
-        return
+    part = tl.program_id(1)
+    count = tl.num_programs(1)
+    at_unit, end_unit, seq = _part_of(parts, part, count)
+    first_unit, length = _sequence_of(parts, context_lens, seq, count, num_seqs)
     rows = tl.arange(0, HEADS_PAD)
     heads = tl.program_id(0) * HEADS + rows
     is_head = (rows < HEADS) & (heads < num_heads)
     dims = tl.arange(0, RANK_PAD)
     rotary_dims = tl.arange(0, ROTARY_PAD)
     mask = is_head[:, None] & (dims < RANK)[None, :]
-    source = latent_query + seq * latent_seq_stride + heads[:, None] * latent_head_stride + dims[None, :]
-    q = tl.load(source, mask=mask, other=0.0)
-    source = rotary_query + seq * rotary_seq_stride + heads[:, None] * rotary_head_stride
-    q_rotary = tl.load(
-        source + rotary_dims[None, :], mask=is_head[:, None] & (rotary_dims < ROTARY)[None, :], other=0.0
-    )
-    highest = tl.full([HEADS_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS_PAD], tl.float32)
-    mixed = tl.zeros([HEADS_PAD, RANK_PAD], tl.float32)
-    mixed, total, highest = _attend_latents(
-        mixed, total, highest, q, q_rotary, latents, rotary_keys, block_tables + seq * table_stride,
-        begin, end, rows, scale, latent_block_stride, latent_token_stride, rotary_block_stride,
-        rotary_token_stride, False, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, TILE,
-    )  # fmt: skip
-    mixed = mixed / total[:, None]
-    if count > 1:
-        slot = item.to(tl.int64) * num_heads + heads
-        tl.store(log_sums + slot, highest + tl.log2(total), mask=is_head)
-        tl.store(partial + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
-    else:
-        slot = seq * num_heads + heads
-        tl.store(output + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
+    while at_unit < end_unit:
+        begin = (at_unit - first_unit) * UNIT
+        end = tl.minimum((end_unit - first_unit) * UNIT, length)
+        is_first = begin == 0
+        seq_at = seq.to(tl.int64)
+        source = latent_query + seq_at * latent_seq_stride + heads[:, None] * latent_head_stride
+        q = tl.load(source + dims[None, :], mask=mask, other=0.0)
+        source = rotary_query + seq_at * rotary_seq_stride + heads[:, None] * rotary_head_stride
+        q_rotary = tl.load(
+            source + rotary_dims[None, :], mask=is_head[:, None] & (rotary_dims < ROTARY)[None, :], other=0.0
+        )
+        highest = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS_PAD], tl.float32)
+        mixed = tl.zeros([HEADS_PAD, RANK_PAD], tl.float32)
+        mixed, total, highest = _attend_latents(
+            mixed, total, highest, q, q_rotary, latents, rotary_keys, block_tables + seq_at * table_stride,
+            begin, end, rows, scale, latent_block_stride, latent_token_stride, rotary_block_stride,
+            rotary_token_stride, False, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+        total = tl.where(total > 0.0, total, 1.0)  # of padding, of which nothing is written
+        mixed = mixed / total[:, None]
+        if is_first & (end == length):
+            slot = seq_at * num_heads + heads
+            if length > 0:
+                tl.store(output + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
+        else:
+            slot = (2 * part + is_first.to(tl.int32)).to(tl.int64) * num_heads + heads
+            tl.store(log_sums + slot, highest + tl.log2(total), mask=is_head)
+            tl.store(partial + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
+        at_unit = first_unit + tl.cdiv(length, UNIT)
+        seq += 1
+        first_unit, length = _sequence_of(parts, context_lens, seq, count, num_seqs)
 
 
 @triton.jit

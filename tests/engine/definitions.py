@@ -5,21 +5,15 @@ Tests hold the fast code of `engine/`, on a CPU or in a kernel, to these definit
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from base.kv_layout import Spread
 from engine.attention import AttentionRule
-from engine.kernels.decode_parts import (
-    CUT_TOKENS,
-    LEAST_TOKENS,
-    MAX_SPLITS,
-    MOST_SORTED,
-    PROGRAMS,
-    KernelPrograms,
-    num_items,
-)
+from engine.kernels.decode_parts import JOINED_PIECES, PIECE_UNITS, UNIT, PartCounts
 from engine.kernels.sample_rows import TILE
 from engine.kernels.sum_words import KEY_STEP, OTHER_KEY
 from engine.step_memory import POSITION
@@ -123,50 +117,44 @@ def paged_prefill_definition(
     return output
 
 
-def decode_parts_definition(
-    context_lens: torch.Tensor, num_kv_heads: int, programs: KernelPrograms = PROGRAMS[1]
-) -> torch.Tensor:
-    """The readable definition; arguments and result as `decode_parts`."""
-    lens = context_lens.tolist()
-    places = num_items(len(lens), num_kv_heads, programs)
-    fair = _fair(lens, -(-programs.wanted // num_kv_heads))
-    ways = [_counts(lens, fair, fair // 2)]
-    if programs.wave:
-        targets = [max(1, waves * programs.wave // num_kv_heads) for waves in (1, 2, 3)]
-        ways += [_counts(lens, _fair(lens, target), 0) for target in targets]
-    counts = min(ways, key=lambda way: waves_cost(lens, way, num_kv_heads, programs, places))
-    order = list(range(len(lens)))
-    if len(lens) <= MOST_SORTED and 0 < programs.wave < sum(counts) * num_kv_heads:
-        # by minus the length of a part, rounded up
-        order.sort(key=lambda seq: lens[seq] // -max(1, counts[seq]))
-    items = [seq * MAX_SPLITS.value + split for seq in order for split in range(counts[seq])]
-    firsts = [sum(counts[other] for other in order[: order.index(seq)]) for seq in range(len(counts))]
-    return torch.tensor([*items, *[-1] * (places - len(items)), *counts, *firsts], dtype=torch.int32)
+def decode_parts_definition(context_lens: torch.Tensor, counts: PartCounts, window: int = 0) -> torch.Tensor:
+    """The readable definition of a row; arguments and result as `decode_parts`."""
+    units, begins, total = [], [], 0
+    for length in context_lens.tolist():
+        first = max(length - window, 0) // UNIT.value * UNIT.value if window else 0
+        begins.append(total)
+        units.append(-(-(length - first) // UNIT.value))
+        total += units[-1]
+    ends = [begin + each for begin, each in zip(begins, units, strict=True)]
+    count, used = counts.all, min(max(total, 1), counts.all)
+    if (shares := _shares(units, counts)) is not None:
+        cut = [
+            begin + piece * each // share
+            for begin, each, share in zip(begins, units, shares, strict=True)
+            for piece in range(share)
+        ]
+        cut += [total] * (count + 1 - len(cut))
+        first_parts, pieces = [sum(shares[:seq]) for seq in range(len(units))], shares
+    else:
+        cut = [min(part, used) * total // used for part in range(count + 1)]
+        first_parts = [min(bisect_right(cut, begin) - 1, used) for begin in begins]
+        pieces = [
+            sum(cut[part] < end and cut[part + 1] > begin for part in range(count)) if begin < end else 0
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+    firsts = [sum(end <= begin for end in ends) for begin in cut[:-1]]
+    return torch.tensor([*cut, *firsts, *begins, *first_parts, *pieces], dtype=torch.int32)
 
 
-def _fair(lens: list[int], target: int) -> int:
-    return max(LEAST_TOKENS, -(-sum(lens) // target))
-
-
-def _counts(lens: list[int], fair: int, added: int) -> list[int]:
-    return [min(MAX_SPLITS.value, max(1, (length + added) // fair)) if length else 0 for length in lens]
-
-
-def waves_cost(
-    lens: list[int], counts: list[int], num_kv_heads: int, programs: KernelPrograms, places: int
-) -> float:
-    """Return what parts cost: whole waves by their mean length, the last one by its longest or its number."""
-    if not programs.wave or not sum(counts):
-        return 0.0
-    if sum(counts) > places:
-        return float("inf")
-    extra = CUT_TOKENS if sum(counts) > sum(length > 0 for length in lens) else 0
-    mean = -(-sum(lens) // sum(counts)) + extra
-    longest = max(-(-length // max(count, 1)) for length, count in zip(lens, counts, strict=True)) + extra
-    num_programs = sum(counts) * num_kv_heads
-    rest = (num_programs - 1) % programs.wave + 1
-    each = -(-rest * len(programs.alone) // programs.wave)
-    return mean * (num_programs - rest) + max(longest * programs.alone[each - 1], mean * rest)
+def _shares(units: list[int], counts: PartCounts) -> list[int] | None:
+    """Return the pieces of each sequence if it is cut for itself."""
+    total, num_cut = max(sum(units), 1), max(sum(map(bool, units)), 1)
+    most = max(counts.all // 2, 1)
+    shares = [min(max(each * counts.apart // total, 1), most, each) for each in units]
+    longest = max(-(-each // max(share, 1)) for each, share in zip(units, shares, strict=True))
+    equal = -(-total // min(total, counts.all))
+    added = PIECE_UNITS.value + counts.all // (JOINED_PIECES.value * num_cut)
+    return shares if sum(shares) <= counts.all and longest <= equal + added else None
 
 
 def merge_part_definition(

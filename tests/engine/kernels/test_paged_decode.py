@@ -1,6 +1,7 @@
 """The decode kernel computes what its plain-torch definition says."""
 
 import itertools
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,16 +10,16 @@ from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
 from engine.kernels import paged_decode as paged_decode_module
-from engine.kernels.decode_parts import (
+from engine.kernels.decode_parts import UNIT, KernelPrograms, PartCounts, count_parts, decode_parts
+from engine.kernels.paged_decode import (
     FEW_HEADS,
-    MAX_SPLITS,
     PROGRAMS,
-    KernelPrograms,
-    decode_parts,
-    num_items,
+    DecodeTiles,
+    decode_programs,
+    decode_tiles,
+    join_grid,
+    paged_decode,
 )
-from engine.kernels.paged_decode import DecodeTiles, decode_tiles, join_grid, paged_decode
-from engine.kernels.paged_latents import DECODE_PROGRAMS
 from tests.engine.definitions import decode_parts_definition, paged_decode_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
@@ -43,7 +44,9 @@ def assert_agrees(
     sink_logits = torch.randn(num_heads, generator=generator).to(DEVICE) if sinks else None
     rule = rule or AttentionRule(scale=head_dim**-0.5)
     arguments = (query, kv_cache, tables, lens_tensor, rule, sink_logits)
-    parts = decode_parts(lens_tensor, num_kv_heads, KernelPrograms(programs))
+    windows = (rule.sliding_window,)
+    counts = count_parts(num_kv_heads, KernelPrograms(programs, programs))
+    parts = decode_parts(lens_tensor, counts, windows)[0]
     output = paged_decode(*arguments, tiles=tiles, parts=parts)
     assert relative_error(output, paged_decode_definition(*arguments)) < tolerance(dtype)
 
@@ -82,13 +85,16 @@ def test_windows_caps_and_sinks_agree_whether_split_or_not(window: int, cap: flo
 
 
 def test_a_program_joins_the_parts_of_several_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_decode_module, "join_grid", lambda heads, seqs: (2, seqs))
+    monkeypatch.setattr(paged_decode_module, "join_grid", lambda heads, dim, seqs: (32, 4, (4, seqs)))
     assert_agrees([1, 65, 190], heads=(6, 2), sinks=True, tiles=DecodeTiles(32, 4, 2))
     assert_agrees([200], heads=(3, 3), tiles=DecodeTiles(32, 4, 2))
 
 
 def test_heads_of_many_sequences_share_programs() -> None:
-    assert [join_grid(32, seqs) for seqs in (1, 64, 256, 1000)] == [(32, 1), (8, 64), (2, 256), (1, 1000)]
+    grids = [(1, (32, 1)), (4, (8, 64)), (16, (2, 256)), (32, (1, 1000))]
+    assert [join_grid(32, 128, seqs)[1:] for seqs in (1, 64, 256, 1000)] == grids
+    assert join_grid(32, 64, 1) == (64, 1, (32, 1))
+    assert join_grid(16, 512, 1) == (128, 1, (64, 1)), "a head of latents is four rows"
 
 
 def test_few_heads_read_smaller_tiles_with_more_loads_under_way_than_many() -> None:
@@ -98,6 +104,13 @@ def test_few_heads_read_smaller_tiles_with_more_loads_under_way_than_many() -> N
     for row_bytes, is_scaled in ((512, False), (256, True)):
         few, many = (decode_tiles(row_bytes, heads, is_scaled) for heads in (FEW_HEADS, FEW_HEADS + 1))
         assert few == many
+
+
+def test_tiles_of_one_warp_have_twice_as_many_programs() -> None:
+    assert decode_tiles(256, 8, is_scaled=True).num_warps == 1
+    assert decode_programs(256, is_scaled=True).all == 2 * decode_programs(256).all
+    assert decode_tiles(512, 8, is_scaled=True).num_warps == 2
+    assert decode_programs(512, is_scaled=True) == PROGRAMS
 
 
 @pytest.mark.parametrize("dtype", MULTIPLIED)
@@ -122,7 +135,7 @@ def test_a_new_token_that_is_handed_in_is_seen_and_written(programs, window, cap
     rule = AttentionRule(0.3, window, cap)
     arguments = (tables, lens_tensor, rule, sink_logits)
     expected = paged_decode_definition(query, expected_cache, *arguments, added=added)
-    parts = decode_parts(lens_tensor, 2, KernelPrograms(programs))
+    parts = decode_parts(lens_tensor, PartCounts(programs, programs), (window,))[0]
     tiles = DecodeTiles(16, 4, 2)
     output = paged_decode(query, kv_cache, *arguments, tiles=tiles, added=added, parts=parts)
     assert relative_error(output, expected) < tolerance(torch.float32)
@@ -136,7 +149,7 @@ def test_a_row_of_padding_is_zeros() -> None:
     query = torch.randn(2, 2, 64, generator=generator).to(DEVICE)
     lens = torch.tensor([120, 0], dtype=torch.int32, device=DEVICE)
     for programs in (1, 64):
-        parts = decode_parts(lens, 1, KernelPrograms(programs))
+        parts = decode_parts(lens, PartCounts(programs, programs))[0]
         output = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1), parts=parts)
         assert output[0].norm() > 0
         assert output[1].norm() == 0
@@ -168,68 +181,44 @@ def test_random_batches_agree(lens, heads, block_size, window, tile, programs, s
     assert_agrees(lens, heads, 32, block_size, rule=rule, tiles=tiles, programs=programs, seed=seed)
 
 
-def counts_of(lens: list[int], num_kv_heads: int = 8) -> list[int]:
-    parts = decode_parts_definition(torch.tensor(lens, dtype=torch.int32), num_kv_heads)
-    return parts[num_items(len(lens), num_kv_heads) :][: len(lens)].tolist()
+def test_a_sequence_of_more_pieces_than_are_joined_at_once_agrees() -> None:
+    assert_agrees([2500, 70], heads=(2, 1), head_dim=256, programs=40)
+    assert_agrees([2500], heads=(2, 1), head_dim=32, programs=40, sinks=True)
+
+
+def test_padding_between_sequences_is_read_by_nobody() -> None:
+    assert_agrees([0, 70, 0, 0, 3, 131, 64, 0, 1], programs=8)
+
+
+def lengths_of(lens: list[int]) -> tuple[list[int], list[int]]:
+    """Return the units of each part, and the pieces of each sequence."""
+    counts = count_parts(8, PROGRAMS)
+    numbers = decode_parts_definition(torch.tensor(lens, dtype=torch.int32), counts).tolist()
+    cut = numbers[: counts.all + 1]
+    return [end - begin for begin, end in pairwise(cut)], numbers[-len(lens) :]
+
+
+@pytest.mark.parametrize("lens", [[24_000, *[500] * 40], [8_300] * 24, [1_090] * 80, [20_000, 9_000] * 40])
+def test_parts_are_equal_whatever_the_lengths_are(lens: list[int]) -> None:
+    units, _ = lengths_of(lens)
+    assert max(units) - min(units) <= 1
+    assert sum(units) == sum(-(-length // UNIT.value) for length in lens)
 
 
 def test_a_long_context_is_cut_whatever_stands_beside_it() -> None:
-    assert counts_of([20_000]) == [32]
-    assert counts_of([12_000, *[0] * 63]) == [32, *[0] * 63]
-    assert counts_of([12_000] * 4 + [0] * 60)[:4] == [16] * 4
-    assert 20 <= counts_of([30_000, *[1000] * 63])[0] <= 32
+    units, pieces = lengths_of([12_000, *[0] * 63])
+    assert pieces[0] == 33
+    assert max(units) * UNIT.value <= 384
+    assert lengths_of([100_000, *[0] * 63])[1][0] == count_parts(8, PROGRAMS).all
+    assert lengths_of([30_000, *[1000] * 63])[1][0] >= 20
 
 
-def test_contexts_of_about_equal_length_are_not_cut_where_they_fill_the_device() -> None:
-    assert counts_of([1000 + 2 * index for index in range(64)]) == [1] * 64
-    assert counts_of([1088] * 8) == [8] * 8
-    assert counts_of([64]) == [1]
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "length", "num_parts"),
-    [
-        (17, 8300, 3),
-        (20, 8300, 3),
-        (24, 8300, 2),
-        (24, 1090, 2),
-        (32, 8300, 2),
-        (36, 1090, 1),
-        (36, 24_000, 3),
-        (40, 1090, 1),
-        (48, 8300, 1),
-        (64, 8300, 1),
-        (80, 24_000, 2),
-        (80, 1090, 1),
-        (96, 8300, 2),
-        (128, 8300, 1),
-    ],
-)
-def test_no_last_wave_of_a_few_programs_is_waited_for(num_seqs: int, length: int, num_parts: int) -> None:
-    """The numbers are the fastest ones measured on an H200, or within 4 % of them (10 % at 80)."""
-    assert counts_of([length] * num_seqs) == [num_parts] * num_seqs
-
-
-def test_a_long_context_among_latents_is_cut_though_whole_waves_would_be_filled_without() -> None:
-    lens = torch.tensor([3590] * 65 + [31_509], dtype=torch.int32)
-    found = decode_parts_definition(lens, 8, DECODE_PROGRAMS)
-    assert found[num_items(66, 8, DECODE_PROGRAMS) :][65] >= 4
-
-
-def test_the_longest_parts_begin_first_where_they_are_more_than_a_wave() -> None:
-    lens = torch.tensor([500, 8000] * 24, dtype=torch.int32)
-    found = decode_parts_definition(lens, 8)
-    places = num_items(48, 8)
-    counts, firsts = found[places : places + 48].tolist(), found[places + 48 :].tolist()
-    assert sum(counts) * 8 > PROGRAMS[1].wave
-    order = sorted(range(48), key=lambda seq: firsts[seq])
-    assert order == [*range(1, 48, 2), *range(0, 48, 2)]
-
-
-def test_latents_that_fill_a_wave_begin_no_second_one() -> None:
-    lens = torch.full((8,), 4096, dtype=torch.int32)
-    found = decode_parts_definition(lens, 1, DECODE_PROGRAMS)
-    assert found[num_items(8, 1, DECODE_PROGRAMS) :][:8].tolist() == [16] * 8
+def test_few_sequences_of_some_length_are_cut_each_for_itself() -> None:
+    for lens in ([1088] * 8, [1090] * 4, [900, 1100, 1300, 1000], [64], [8_300] * 2, [1090] * 64):
+        units, pieces = lengths_of(lens)
+        assert sum(map(bool, units)) == sum(pieces), "every part is one piece"
+    assert lengths_of([1090] * 64)[1] == [1] * 64
+    assert lengths_of([8300])[1] == [33]
 
 
 @settings(max_examples=25, deadline=None)
@@ -238,23 +227,27 @@ def test_latents_that_fill_a_wave_begin_no_second_one() -> None:
         st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 100_000)), min_size=1, max_size=40
     ),
     heads=st.sampled_from([1, 3, 8]),
-    programs=st.sampled_from(
-        [
-            KernelPrograms(1),
-            KernelPrograms(16),
-            KernelPrograms(512),
-            PROGRAMS[1],
-            DECODE_PROGRAMS,
-            KernelPrograms(16, 24, (9, 14)),
-        ]
-    ),
+    programs=st.sampled_from([KernelPrograms(*each) for each in ((1, 1), (16, 9), (132, 132), (528, 384))]),
+    window=st.sampled_from([1, 100, 4096]),
 )
-def test_parts_are_as_defined_and_every_sequence_has_its_own(lens, heads, programs) -> None:
+def test_parts_are_as_defined_and_hold_every_token_once(lens, heads, programs, window) -> None:
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    found = decode_parts(lens_tensor, heads, programs).cpu()
-    assert torch.equal(found, decode_parts_definition(lens_tensor, heads, programs))
-    items = [item for item in found[: num_items(len(lens), heads, programs)].tolist() if item >= 0]
-    assert {item // MAX_SPLITS.value for item in items} == {seq for seq, length in enumerate(lens) if length}
+    counts = count_parts(heads, programs)
+    rows = decode_parts(lens_tensor, counts, (0, window)).cpu()
+    for row, seen in zip(rows, (0, window), strict=True):
+        assert torch.equal(row, decode_parts_definition(lens_tensor.cpu(), counts, seen))
+    count = counts.all
+    numbers = rows[0].tolist()
+    cut, firsts = numbers[: count + 1], numbers[count + 1 : 2 * count + 1]
+    begins, first_parts, pieces = (numbers[2 * count + 1 + at * len(lens) :][: len(lens)] for at in range(3))
+    for seq, length in enumerate(lens):
+        end = begins[seq] + -(-length // UNIT.value)
+        parts = [part for part in range(count) if cut[part] < end and cut[part + 1] > begins[seq]]
+        assert pieces[seq] == (len(parts) if length else 0)
+        if length:
+            assert parts == list(range(first_parts[seq], first_parts[seq] + pieces[seq]))
+            assert all(firsts[part] == seq for part in parts[1:])
+            assert firsts[parts[0]] <= seq
 
 
 @pytest.mark.parametrize(
