@@ -59,7 +59,7 @@ class Case:
         return values_of(mixed, self.heads.weight, NOPE)
 
 
-@pytest.mark.parametrize("programs", [1, 24, 512])
+@pytest.mark.parametrize("programs", [1, 8, 24])
 @pytest.mark.parametrize(("num_heads", "rank"), [(4, 32), (16, 64), (24, 48)])
 def test_decode_equals_attention_over_what_latents_expand_to(
     num_heads: int, rank: int, programs: int
