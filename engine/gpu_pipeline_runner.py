@@ -84,8 +84,8 @@ class GpuPipelineRunner(StepRunner):
         header = step_header(shape, long_chunks(plan))
         # All that a step needs is known to the host: no token of a step under way is in it.
         numbers = torch.cat([header, self._writer.write(plan, shape, {}).long()])
-        self._ranks.send_step(numbers, loads_of(plan))
-        with self._model.hooks.waiting_for(arrivals_of(plan)):
+        share = self._ranks.send_step(numbers, loads_of(plan))
+        with share, self._model.hooks.waiting_for(arrivals_of(plan)):
             logits = self._compute(numbers)
         wait, times = self._mark(), (self._began, self._timed())
         groups = stage_groups(self._stage_layers, self._ranks, wait)

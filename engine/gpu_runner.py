@@ -9,6 +9,7 @@ being copied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels.sample_rows import sample_rows
 from engine.long_chunks import MIN_PREFIX, MIN_TOKENS, LongChunk, long_chunks, padded_tokens
-from engine.runner import SendStep, StepRunner
+from engine.runner import SendStep, Share, StepRunner
 from engine.sequence import Sequence
 from engine.step import LaunchedStep, LayerGroup, StepPlan, StepResult, arrivals_of, wait_for_prefixes
 from engine.step_memory import StepShape, StepWriter, carve, write_padding
@@ -116,13 +117,15 @@ class GpuRunner(StepRunner):
         if not plan.entries:
             return LaunchedStep(partial(_moved, reached_on_stream()))
         shape, header, captured = self._laid_out(plan)
+        share: Share = nullcontext()
         if self._send_step is not None:
-            self._send_step(torch.cat([torch.tensor([captured]), header]))
-        if captured:
-            wait_for_prefixes(plan)
-        else:
-            self._model.hooks.begin(arrivals_of(plan))
-        end, groups = self._compute(shape, header, captured)
+            share = self._send_step(torch.cat([torch.tensor([captured]), header]))
+        with share:
+            if captured:
+                wait_for_prefixes(plan)
+            else:
+                self._model.hooks.begin(arrivals_of(plan))
+            end, groups = self._compute(shape, header, captured)
         rows = _rows(plan, shape)
         self._rows_of = dict(zip(plan.sampling, rows, strict=True))
         states = self._pooled_states(plan, shape, end)

@@ -29,7 +29,7 @@ from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, layers_of
 from engine.ranks import Ranks
-from engine.runner import StepRunner, WaitForMasks, masks_of, run_batch
+from engine.runner import Share, StepRunner, WaitForMasks, masks_of, run_batch
 from engine.step import LaunchedStep, LayerGroup, StepPlan, StepResult, arrivals_of, loads_of
 from engine.token_masks import TokenMasks
 
@@ -70,20 +70,20 @@ class PipelineRunner(StepRunner):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Have the stages before begin with a step."""
         assert self._ranks is not None, "the first rank launches"
+        wait_masks = masks_of(plan, self._masks)
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
-        self._ranks.send_step(batch_numbers(batch), loads_of(plan))
+        share = self._ranks.send_step(batch_numbers(batch), loads_of(plan))
         own: Future[None] = Future()
         groups = stage_groups(self._stage_layers, self._ranks, own.result)
-        wait_masks = masks_of(plan, self._masks)
-        return LaunchedStep(partial(self._resolve, plan, batch, own, wait_masks), groups)
+        return LaunchedStep(partial(self._resolve, plan, batch, own, wait_masks, share), groups)
 
     def _resolve(
-        self, plan: StepPlan, batch: Batch, own: Future[None], wait_masks: WaitForMasks
+        self, plan: StepPlan, batch: Batch, own: Future[None], wait_masks: WaitForMasks, share: Share
     ) -> StepResult:
         """Run the last stage's share of a step, once the stages before have run theirs; then end `own`."""
         try:
             with self._hooks.waiting_for(arrivals_of(plan)):
-                result = run_batch(self._model, self._cache, batch, plan, wait_masks)
+                result = run_batch(self._model, self._cache, batch, plan, wait_masks, share)
             own.set_result(None)
             return replace(result, busy_s=self._clock.now_s() - self._began_s)
         finally:

@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -115,15 +115,20 @@ class Ranks:
         process.stdin.flush()
         threading.Thread(target=self._listen, args=(rank, pipe), name=f"rank-{rank}", daemon=True).start()
 
-    def send_step(self, numbers: torch.Tensor, loads: Sequence[int] = ()) -> None:
+    def send_step(self, numbers: torch.Tensor, loads: Sequence[int] = ()) -> AbstractContextManager[None]:
         """Send a row of int64 to every other rank, for its `follow`, with the names of its loads.
 
-        Raises OSError if a rank has ended."""
+        Rank 0's share runs in the body of what is returned. One that fails half done counts as a rank that
+        has ended: the others would take what the next step sends and sums for this one's.
+
+        Raises OSError or LostError if a rank has ended."""
+        self._require_all()
         row = torch.cat([torch.tensor([len(loads), *loads]), numbers]).numpy().tobytes()
         self.num_sent_steps += 1
         self._on_step(0, self.num_sent_steps)
         for pipe in self._pipes:
             pipe.send(PipeFrame.STEP, row)
+        return self._own_share()
 
     def wait_ran(self, ranks: list[int], step: int) -> None:
         """Block until those of `ranks` that are not rank 0 have run step number `step`.
@@ -134,8 +139,7 @@ class Ranks:
             self._changed.wait_for(
                 lambda: self._lost is not None or all(self._num_ran[rank] >= step for rank in others)
             )
-            if self._lost is not None:
-                raise LostError(f"rank {self._lost} of the engine has ended")
+        self._require_all()
 
     def send(self, rank: int, message: bytes) -> None:
         """Send to one rank's `on_message`; raises LostError if it has ended."""
@@ -177,6 +181,19 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _require_all(self) -> None:
+        if self._lost is not None:
+            raise LostError(f"rank {self._lost} of the engine has ended")
+
+    @contextmanager
+    def _own_share(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            logging.getLogger(__name__).critical("a step failed on rank 0", exc_info=error)
+            self._lose(0)
+            raise
 
     def _listen(self, rank: int, pipe: Pipe) -> None:
         while (frame := pipe.receive()) is not None:

@@ -6,6 +6,7 @@ Called by the device thread alone (`engine/loop.py`), so nothing in here is shar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +23,10 @@ from engine.step import LaunchedStep, StepPlan, StepResult, result_of, wait_for_
 from engine.swap_space import HostBlocks
 from engine.token_masks import TokenMasks, constrained
 
-SendStep = Callable[[torch.Tensor], None]
+Share = AbstractContextManager[None]
+"""The context in which the first rank runs its share of a step."""
+
+SendStep = Callable[[torch.Tensor], Share]
 """Sends a row of int64 on the host to the other ranks of a model, for their `follow`."""
 
 Wait = Callable[[], None]
@@ -96,9 +100,8 @@ class Runner(StepRunner):
             return StepResult(())
         wait_masks = masks_of(plan, self._masks)
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
-        if self._send_step is not None:
-            self._send_step(batch_numbers(batch))
-        return run_batch(self._model, self._cache, batch, plan, wait_masks)
+        share = nullcontext() if self._send_step is None else self._send_step(batch_numbers(batch))
+        return run_batch(self._model, self._cache, batch, plan, wait_masks, share)
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
         """Run this rank's share of a step of the first rank's, which samples and has waited for prefixes."""
@@ -115,10 +118,15 @@ def masks_of(plan: StepPlan, masks: TokenMasks) -> WaitForMasks:
 
 
 def run_batch(
-    model: PagedModel, cache: PagedCache, batch: Batch, plan: StepPlan, wait_masks: WaitForMasks
+    model: PagedModel,
+    cache: PagedCache,
+    batch: Batch,
+    plan: StepPlan,
+    wait_masks: WaitForMasks,
+    share: Share,
 ) -> StepResult:
     """Compute a plan's tokens, write their KV, and sample where the plan says so."""
-    with model.hidden.kept(plan):
+    with share, model.hidden.kept(plan):
         logits, num_sampling = model.forward(batch, cache), len(plan.sampling)
         pooled = model.hidden.pooled(plan)
     result = result_of(plan, sample(logits[:num_sampling], plan.sampling, wait_masks()))

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.errors import ConfigError, LostError
-from base.request import SamplingParams
+from base.request import FinishReason, SamplingParams
 from engine.batch import batch_from_numbers, batch_numbers, build_batch
 from engine.build import build_engine
 from engine.rank_group import GroupShape
@@ -89,6 +88,50 @@ def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
         ]
 
 
+def test_no_step_is_run_after_one_that_rank_0_left_half_done(tmp_path: Path) -> None:
+    """The other ranks are in the middle of it, and would take the next step's sums for this one's."""
+    make_family("llama with all heads").save_pretrained(tmp_path)
+    config = EngineConfig(
+        device="cpu", block_size=16, kv_cache_gib=0.001, chunk_tokens=48, threads=1, tensor_parallel=2
+    )
+    engine = build_engine(config, str(tmp_path), SystemClock())
+    is_lost, num_layers = threading.Event(), 0
+
+    def fail_in_the_second(module: torch.nn.Module, _: object) -> None:
+        nonlocal num_layers
+        num_layers += type(module).__name__ == "LlamaDecoderLayer"
+        if num_layers == 2:
+            raise MemoryError("no memory is left")
+
+    async def ended(name: str) -> FinishReason | None:
+        reasons = asyncio.Queue[FinishReason | None]()
+        sequence = make_sequence(name, range(40), 1)
+        engine.loop.add(sequence, lambda output: reasons.put_nowait(output.finish_reason))
+        reason = await asyncio.wait_for(reasons.get(), 60)
+        engine.loop.release(sequence)
+        return reason
+
+    async def run() -> list[FinishReason | None]:
+        running = asyncio.create_task(engine.loop.run())
+        reasons = [await ended("first"), await ended("second")]
+        running.cancel()
+        await asyncio.wait([running])
+        return reasons
+
+    assert engine.ranks is not None
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(fail_in_the_second)
+    try:
+        engine.ranks.on_lost(is_lost.set)
+        assert asyncio.run(run()) == [FinishReason.ERROR, FinishReason.ERROR]
+        assert is_lost.is_set()
+        assert num_layers == 2
+        assert engine.pool.num_held == 0
+    finally:
+        hook.remove()
+        engine.ranks.close()
+        torch.distributed.destroy_process_group()
+
+
 def test_the_ranks_that_are_left_are_ended_after_one_has_ended_by_itself() -> None:
     ranks = Ranks(GroupShape(stages=3))
     lost = threading.Event()
@@ -100,8 +143,7 @@ def test_the_ranks_that_are_left_are_ended_after_one_has_ended_by_itself() -> No
         assert lost.wait(60)
         with pytest.raises(LostError):
             ranks.wait_ran([1, 2], 1)
-        # When the kernel has closed the pipe of a process that has ended, it is refused.
-        with suppress(BrokenPipeError):
+        with pytest.raises(LostError):
             ranks.send_step(torch.zeros(100, dtype=torch.int64))
     finally:
         ranks.close()
