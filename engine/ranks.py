@@ -35,6 +35,8 @@ from engine.arrivals import ArrivingBlocks
 from engine.rank_group import GroupShape, RankGroup, join_group
 from engine.runner import StepRunner
 
+log = logging.getLogger(__name__)
+
 END_S = 10.0
 """Time that a rank has to end by itself."""
 
@@ -191,22 +193,27 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            logging.getLogger(__name__).critical("a step failed on rank 0", exc_info=error)
+            log.critical("a step failed on rank 0", exc_info=error)
             self._lose(0)
             raise
 
     def _listen(self, rank: int, pipe: Pipe) -> None:
-        while (frame := pipe.receive()) is not None:
-            kind, payload = frame
-            if kind is PipeFrame.MESSAGE:
-                self._on_message[rank](payload)
-            else:
-                with self._changed:
-                    self._num_ran[rank] += 1
-                    self._on_step(rank, self._num_ran[rank])
-                    self._changed.notify_all()
+        try:
+            while (frame := pipe.receive()) is not None:
+                self._received(rank, *frame)
+        except (ValueError, LookupError, OverflowError, MemoryError) as error:
+            log.critical("what rank %s sent cannot be taken in", rank, exc_info=error)
         if not self._is_closing:
             self._lose(rank)
+
+    def _received(self, rank: int, kind: PipeFrame, payload: bytes) -> None:
+        if kind is PipeFrame.MESSAGE:
+            self._on_message[rank](payload)
+            return
+        with self._changed:
+            self._num_ran[rank] += 1
+            self._on_step(rank, self._num_ran[rank])
+            self._changed.notify_all()
 
     def _lose(self, rank: int) -> None:
         with self._changed:
@@ -225,7 +232,7 @@ class Ranks:
 
         It may be in a collective, out of which nothing else gets it before `TIMEOUT_S`."""
         if self.is_starting and not self._is_closing:
-            logging.getLogger(__name__).critical("rank %s has ended before the engine was built", self._lost)
+            log.critical("rank %s has ended before the engine was built", self._lost)
             os._exit(1)
 
 
@@ -308,7 +315,7 @@ def follow_steps(
 def _or_end(work: Future[None]) -> None:
     def look(done: Future[None]) -> None:
         if error := done.exception():
-            logging.getLogger(__name__).critical("a step failed on this rank", exc_info=error)
+            log.critical("a step failed on this rank", exc_info=error)
             os._exit(1)
 
     work.add_done_callback(look)

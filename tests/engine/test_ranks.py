@@ -152,6 +152,20 @@ def test_the_ranks_that_are_left_are_ended_after_one_has_ended_by_itself() -> No
             os.kill(pid, 0)
 
 
+def test_a_rank_that_sends_no_frames_counts_as_lost() -> None:
+    ranks = Ranks(GroupShape(stages=2))
+    lost = threading.Event()
+    try:
+        ranks.is_starting = False
+        ranks.on_lost(lost.set)
+        ranks.start("tests.engine.printing_rank", {})
+        assert lost.wait(60)
+        with pytest.raises(LostError):
+            ranks.wait_ran([1], 1)
+    finally:
+        ranks.close()
+
+
 @pytest.mark.full
 def test_an_engine_whose_rank_ends_while_it_starts_does_not_wait_for_it() -> None:
     program = (
