@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -264,9 +265,18 @@ def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     call = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_rank_0, name="end", daemon=True).start()
     shape = GroupShape(**call["shape"])
     group = join_group(call["rank"], shape, Path(call["folder"]), call["is_gpu"])
     return call["spec"], group, Pipe(sys.stdin.buffer, answers)
+
+
+def _end_with_rank_0() -> None:
+    """End this process when its pipe ends, though it may be loading or waiting for a rank that is gone."""
+    pipe = select.poll()
+    pipe.register(sys.stdin, 0)  # a hang-up is always said
+    pipe.poll()
+    os._exit(0)
 
 
 def follow_steps(

@@ -3,9 +3,12 @@
 import asyncio
 import os
 import random
+import select
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -164,6 +167,33 @@ def test_a_rank_that_sends_no_frames_counts_as_lost() -> None:
             ranks.wait_ran([1], 1)
     finally:
         ranks.close()
+
+
+def test_a_rank_whose_engine_is_killed_while_it_joins_ends_too(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from dataclasses import asdict\n"
+        "from engine.rank_group import GroupShape\n"
+        "from engine.ranks import Ranks\n"
+        "ranks = Ranks(GroupShape(stages=2))\n"
+        "call = {'shape': asdict(ranks.shape), 'folder': sys.argv[1], 'is_gpu': False}\n"
+        "ranks.start('tests.engine.joining_rank', call)\n"
+        "print(*ranks.pids(), flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        rank = os.pidfd_open(int(engine.stdout.readline()))
+        engine.kill()
+    ends = select.poll()
+    ends.register(rank, select.POLLIN)
+    try:
+        assert ends.poll(60_000), "it waits for a rank that is gone"
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+        os.close(rank)
 
 
 @pytest.mark.full
