@@ -450,10 +450,7 @@ class Scheduler:
         longest = sequence.num_matchable_tokens // self.block_size
         if sequence.swapped is not None:
             longest = min(longest, len(sequence.swapped.slots))
-        sequence.block_table += self._pool.match(sequence.block_hashes[:longest])
-        sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
-        sequence.num_matched_tokens = sequence.num_computed_tokens
-        sequence.num_published_blocks = len(sequence.block_table)
+        sequence.begin_after(self._pool.match(sequence.block_hashes[:longest]), self.block_size)
 
     def _lowest_holder(self) -> Sequence | None:
         # Steps under way write to the blocks of their sequences.

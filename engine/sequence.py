@@ -77,7 +77,7 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the leading full blocks of `token_ids`; see `extend_hashes`."""
     num_matched_tokens: int = 0
-    """Tokens whose KV was found here when the sequence was last admitted."""
+    """Tokens whose KV was found here before its first step."""
     started_at_s: float | None = None
     """When the first step with this sequence began; None before."""
     busy_s: float = 0.0
@@ -148,6 +148,14 @@ class Sequence:
         if self.pooling in (Pooling.MEAN, Pooling.WEIGHTED_MEAN):
             return min(longest, self.num_pooled_tokens)
         return min(longest, self.prompt_logprobs.num_tokens) if self.is_scored else longest
+
+    def begin_after(self, block_ids: TokenIds[int], block_size: int) -> None:
+        """Go on after these blocks, of which the sequence has none yet and which hold its leading tokens."""
+        self.block_table += block_ids
+        self.num_published_blocks = len(block_ids)
+        self.num_computed_tokens = len(block_ids) * block_size
+        if self.started_at_s is None:  # one that was preempted finds what it has computed itself
+            self.num_matched_tokens = self.num_computed_tokens
 
     def had_token(self, now_s: float) -> None:
         """Count a token that has just come, by which the next one is due."""

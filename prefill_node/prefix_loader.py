@@ -121,10 +121,7 @@ class Prefix:
         if self.arrivals is None:
             return
         self._pool.hold(self.block_ids)
-        sequence.block_table += self.block_ids
-        sequence.num_computed_tokens = len(self.block_ids) * block_size
-        sequence.num_matched_tokens = sequence.num_computed_tokens
-        sequence.num_published_blocks = len(self.block_ids)
+        sequence.begin_after(self.block_ids, block_size)
         sequence.arrivals = self.arrivals
         sequence.is_proven = False
 

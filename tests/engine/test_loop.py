@@ -21,7 +21,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepPlan, StepResult
 from engine.swap_space import Swap, SwapSpace
-from tests.engine.builders import make_sequence
+from tests.engine.builders import make_sequence, run_sequences
 from tests.engine.fakes import FakeDevice, LaunchingFakeDevice, continuation
 from tests.simulation.loop import InlineExecutor, SimLoop
 
@@ -124,6 +124,14 @@ async def test_a_sequence_added_while_idle_wakes_the_loop() -> None:
             assert await heard.ended() is FinishReason.LENGTH
             assert heard.tokens == continuation(sequence.token_ids[:3], 2)
             loop.release(sequence)
+
+
+async def test_what_a_sequence_computed_itself_before_it_was_preempted_was_not_cached() -> None:
+    loop = make_loop(GatedDevice())
+    sequences = [make_sequence(name, range(ord(name), ord(name) + 8), 20) for name in "adgj"]
+    await run_sequences(loop, sequences)
+    assert loop.scheduler.num_preemptions
+    assert [sequence.num_matched_tokens for sequence in sequences] == [0] * 4
 
 
 async def test_blocks_released_by_somebody_else_wake_the_loop() -> None:
