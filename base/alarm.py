@@ -35,8 +35,9 @@ class Alarm:
         self._task, self._num_before = task, task.cancelling()
         return self
 
-    def ring(self) -> None:
-        """End the block. Once at most, and not after it."""
+    def ring(self, error: Callable[[], Exception] | None = None) -> None:
+        """End the block, with `error` in place of its own. Once at most, and not after it."""
+        self._error = error or self._error
         self._has_rung = True
         self._task.cancel()
 

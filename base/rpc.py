@@ -382,7 +382,11 @@ async def _written(context: Context, answer: AsyncGenerator[Any, None]) -> None:
             async with aclosing(answer) as responses:
                 async for response in responses:
                     taking.num_turns += 1
-                    await context.write(response)
+                    try:
+                        await context.write(response)
+                    except asyncio.CancelledError as error:
+                        await answer.athrow(error)  # the alarm that rang may be the handler's own
+                        raise
                     taking.num_turns += 1
         finally:
             taking.close()

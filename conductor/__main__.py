@@ -79,7 +79,7 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     server = config.server
     dispatcher = Dispatcher(membership, view, cost, observers, clock, settings, server, config.scheduler)
     bounds = (server.max_waiting, int(server.max_body_mib * (1 << 20)), bool(server.keys_file))
-    completions = Completions(model, dispatcher, metrics, clock, *bounds)
+    completions = Completions(model, dispatcher, metrics, clock, *bounds, server.request_timeout_s)
     step_cost = cost.step if config.scheduler.step_budgets else None
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63), step_cost)
     nodes = AttachService(membership, lease, clock, server.tls.is_set)

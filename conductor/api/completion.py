@@ -7,14 +7,16 @@ keeps the books that a client would keep: arrival to first token, to last token,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from math import inf
 from types import TracebackType
 from typing import NamedTuple
 
 from base.alarm import Alarm
 from base.clock import Clock
 from base.errors import (
+    DeadlineError,
     LostError,
     ProtocolError,
     RejectedError,
@@ -72,6 +74,14 @@ class Embedded(NamedTuple):
     num_cached_tokens: int
 
 
+def _cut_off() -> UnavailableError:
+    return UnavailableError("the conductor is shutting down, and the answer is cut off")
+
+
+def _not_read() -> DeadlineError:
+    return DeadlineError("the client took longer than server.request_timeout_s to read its answer")
+
+
 class InProgress:
     """A client's call, for the length of a `with`: its places, one for each choice, and its body's bytes.
 
@@ -84,7 +94,8 @@ class InProgress:
         self._num_places = self._num_bytes = 0
         self.arrived_at_s = completions.clock.now_s()
         self._alarm = Alarm(_cut_off)
-        self._is_cut_off = False
+        self._is_over = False
+        self._reading: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> InProgress:
         self.take_places(1)
@@ -95,16 +106,25 @@ class InProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over = True
+        if self._reading is not None:
+            self._reading.cancel()
         self._completions.places.give_back(self._tenant, self._num_places)
         self._completions.bodies.give_back(self._tenant, self._num_bytes)
         self._completions.ended(self)
         self._alarm.__exit__(kind, error, trace)
 
-    def cut_off(self) -> None:
-        """End the call with UnavailableError."""
-        if not self._is_cut_off:
-            self._is_cut_off = True
-            self._alarm.ring()
+    def answers(self) -> None:
+        """Take note that the answer begins, which its client has a request's time to read."""
+        if self._reading is None and not self._is_over:
+            later = asyncio.get_running_loop().call_later
+            self._reading = later(self._completions.request_timeout_s, self.cut_off, _not_read)
+
+    def cut_off(self, error: Callable[[], ServeError] = _cut_off) -> None:
+        """End the call with what `error` makes."""
+        if not self._is_over:
+            self._is_over = True
+            self._alarm.ring(error)
 
     def take_places(self, count: int) -> None:
         """Count `count` more sequences; raises RejectedError."""
@@ -124,10 +144,6 @@ class InProgress:
         self._num_bytes += count
 
 
-def _cut_off() -> UnavailableError:
-    return UnavailableError("the conductor is shutting down, and the answer is cut off")
-
-
 class Completions:
     """Runs text requests. Owned by the event loop."""
 
@@ -140,6 +156,7 @@ class Completions:
         max_calls: int,
         max_body_bytes: int = 8 << 20,
         has_tenants: bool = False,
+        request_timeout_s: float = inf,
     ) -> None:
         """Begin with no call.
 
@@ -148,12 +165,14 @@ class Completions:
                 send their prompt count as one.
             max_body_bytes: The bytes of a body, at most; all together may have `MAX_BODIES` times as many.
             has_tenants: Whether tenants are known by keys: then none may take all.
+            request_timeout_s: The time from an answer's first byte, after which its call ends.
         """
         self.model = model
         self.metrics = metrics
         self.clock = clock
         self._dispatcher = dispatcher
         self.grammars = GrammarChecker(model.folder, model.vocab_size)
+        self.request_timeout_s = request_timeout_s
         self.places = Shares(max_calls, has_tenants)
         self.bodies = Shares(MAX_BODIES * max_body_bytes, has_tenants)
         self._turns = TurnBudget()

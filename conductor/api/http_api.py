@@ -115,6 +115,7 @@ class HttpApi:
         try:
             require_own_page(headers)
             with self._backend.completions.call(client.tenant) as call:
+                reply.when_started = call.answers
                 if given := headers.get("x-request-id"):
                     check_request_id(given)
                     reply.request_id = given

@@ -50,6 +50,8 @@ class Reply:
         """Begin. `errors`: how the call's API words them."""
         self.request_id = request_id
         """Echoed in a header. May change until the first byte is sent."""
+        self.when_started: Callable[[], object] = lambda: None
+        """Called as the answer begins."""
         self._errors = errors
         self._send = send
         self._is_started = False
@@ -96,6 +98,7 @@ class Reply:
 
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._is_started = True
+        self.when_started()
         headers = [*headers, (b"x-request-id", self.request_id.encode("latin-1"))]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

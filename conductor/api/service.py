@@ -111,6 +111,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             )
             async with aclosing(generation.responses()) as responses:
                 async for response in responses:
+                    call.answers()
                     yield response
 
     async def Embed(  # type: ignore[override]  # noqa: N802
@@ -131,6 +132,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             name = unique_id(request_id, self._rng)
             batch = EmbeddingBatch(self._completions, wanted, caller, name, self._rng)
             await batch.run()
+            call.answers()
             async for response in embeddings(batch, request_id):
                 yield response
 

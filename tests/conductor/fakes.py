@@ -190,10 +190,16 @@ async def serving(
     """
     dispatcher = ScriptedDispatcher(script)
     metrics = ConductorMetrics(process_registry(), MODEL)
-    completions = Completions(
-        model, dispatcher, metrics, SystemClock(), max_calls, int(max_body_mib * (1 << 20))
-    )
     config = ServerConfig(http_port=0, grpc_port=0, max_body_mib=max_body_mib, **more.pop("server", {}))
+    completions = Completions(
+        model,
+        dispatcher,
+        metrics,
+        SystemClock(),
+        max_calls,
+        int(max_body_mib * (1 << 20)),
+        request_timeout_s=config.request_timeout_s,
+    )
     rng = random.Random(1)
     async with listening(completions, config, slo or SloConfig(), rng, drain_s=drain_s, **more) as ports:
         yield Api(dispatcher, completions, ports)

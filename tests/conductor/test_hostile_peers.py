@@ -55,6 +55,9 @@ HOSTILE_HTTP = {
 }
 
 
+SHORT = {"request_timeout_s": 0.05}
+
+
 async def cheaply(name, ask):
     """Return what `ask` returns, which must cost little."""
     with counting() as effort:
@@ -160,6 +163,45 @@ async def test_a_grpc_client_that_reads_nothing_lets_go_of_its_request_and_is_to
         with pytest.raises(grpc.aio.AioRpcError, match="nothing of the answer was read"):
             await read_to_its_end()
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_client_that_reads_a_little_now_and_then_lets_go_of_its_request_when_its_time_is_up(model):
+    """It reads all the time, less than buffers hold: how slow a part of an answer is bounds nothing."""
+    part = Generated((SampledToken(70),) * 200, None, 0)
+    body = b'{"model": "tiny", "prompt": "x", "stream": true, "return_token_ids": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving(model, lambda request: itertools.repeat(part), server=SHORT) as api:
+        with socket.create_connection(("127.0.0.1", api.ports.http_port)) as client:
+            client.sendall(head + body)
+            client.setblocking(False)
+            async with asyncio.timeout(60):
+                while not api.dispatcher.num_cancelled:
+                    with contextlib.suppress(BlockingIOError):
+                        client.recv(1 << 12)
+                    await asyncio.sleep(0)
+        assert (api.dispatcher.num_open, api.completions.places.num_taken) == (0, 0)
+
+
+async def test_a_grpc_client_whose_time_to_read_is_up_learns_it_when_it_reads_on(model):
+    part = Generated((SampledToken(70),) * 2000, None, 0)
+    async with (
+        serving(model, lambda request: itertools.repeat(part), server=SHORT) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(GENERATE(text="x"))
+
+        async def read_to_its_end():
+            while await call.read():
+                pass
+
+        await call.read()
+        async with asyncio.timeout(60):
+            while api.completions.places.num_taken:
+                await asyncio.sleep(0)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"longer than server\.request_timeout_s to read"):
+                await read_to_its_end()
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert api.dispatcher.num_open == 0
 
 
 class UnreadTransport(asyncio.Transport):
