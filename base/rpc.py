@@ -54,6 +54,8 @@ MAX_NOT_TAKEN_UP = 8192
 with when to come again; grpc itself can but cancel those beyond, and would some from its own 1,000 on."""
 LOOKAHEAD_BYTES = 1 << 20
 """Bytes of a message that a client may send before the server has read what came before."""
+MESSAGE_TIMEOUT_S = 30.0
+"""Limit for the message of a call to arrive: each that is under way holds what has come of it."""
 WRITE_TIMEOUT_S = 60.0
 """Limit for a client to take what is written to it, while its call holds all that it holds."""
 MAX_WATCHES = 256
@@ -305,8 +307,9 @@ class _Border(grpc.GenericRpcHandler):
 
     def _around(self, handler: Any, method: str, parse: Callable[[bytes], Any] | None) -> Any:
         kinds = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+            # As streams: grpc itself would read the message before a call is admitted, and wait for ever.
+            (False, False): (grpc.stream_unary_rpc_method_handler, handler.unary_unary),
+            (False, True): (grpc.stream_stream_rpc_method_handler, handler.unary_stream),
             (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
         }
@@ -332,6 +335,24 @@ async def _hear(context: Context) -> None:
     with suppress(TimeoutError, DecodeError, InvalidRequestError):
         async with asyncio.timeout(HEAR_S):
             await context.read()
+
+
+async def _message(context: Context) -> bytes:
+    """Return the one message of a call as it came; raises DeadlineError and InvalidRequestError."""
+    message: Any
+    with Alarm(_too_slow) as alarm:
+        timer = asyncio.get_running_loop().call_later(MESSAGE_TIMEOUT_S, alarm.ring)
+        try:
+            message = await context.read()
+        finally:
+            timer.cancel()
+    if message is grpc.aio.EOF:
+        raise InvalidRequestError("the call ended without a message")
+    return bytes(message)
+
+
+def _too_slow() -> DeadlineError:
+    return DeadlineError(f"the message took longer than {MESSAGE_TIMEOUT_S:g} s")
 
 
 def _parse(kind: type[Message], is_long: bool) -> Callable[[bytes], Any]:
@@ -405,10 +426,12 @@ def _bordered(
     parse: Callable[[bytes], Any] | None,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def run(request: Any, context: Context) -> Any:
-        unheard = reads_stream
+        unheard = True
         try:
             with admit(method, context):
                 unheard = False
+                if not reads_stream:
+                    request = await _message(context)
                 if parse is not None:
                     request = await on_body(request, parse)
                 answer = behaviour(request, context)

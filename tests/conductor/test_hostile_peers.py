@@ -287,6 +287,32 @@ async def test_no_message_to_inference_reaches_a_worker(model):
         assert [part async for part in inference_pb2_grpc.InferenceStub(channel).Generate(GENERATE(text="x"))]
 
 
+def http2_frame(kind, flags, stream, payload):
+    return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
+
+
+def http2_field(name, value):
+    return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+
+async def test_a_grpc_message_that_trickles_in_ends_its_call(model, monkeypatch):
+    monkeypatch.setattr(rpc, "MESSAGE_TIMEOUT_S", 0.05)
+    fields = {b":path": b"/conductor.v1.Inference/Generate", b":authority": b"x", b"te": b"trailers"}
+    fields[b"content-type"] = b"application/grpc"
+    head = b"\x83\x86" + b"".join(itertools.starmap(http2_field, fields.items()))  # POST, http
+    begun = b"\0" + (1000).to_bytes(4) + b"x"
+    async with serving(model, lambda request: []) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.grpc_port)
+        try:
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, 0, 0, b""))
+            writer.write(http2_frame(1, 4, 1, head) + http2_frame(0, 0, 1, begun))
+            async with asyncio.timeout(60):
+                await reader.readuntil(b"the message took longer than")
+        finally:
+            writer.close()
+        assert not api.dispatcher.requests
+
+
 async def test_bytes_that_are_no_http2_are_cut_off(model):
     async with serving(model, lambda request: spoken(model, "hi")) as api:
         for sent in (
