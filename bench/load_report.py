@@ -47,6 +47,8 @@ def parse_goodput(text: str) -> Goodput:
         if key is None:
             raise ValueError(f"--goodput {text!r}: {name!r} is not one of ttft, tbt, e2el")
         bounds[key] = float(seconds)
+        if not bounds[key] > 0:
+            raise ValueError(f"--goodput {text!r}: {name} in seconds, more than 0, is wanted")
     return Goodput(**bounds)
 
 

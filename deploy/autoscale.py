@@ -33,6 +33,7 @@ from deploy.api_client import read_json
 from deploy.clusters import chosen
 from deploy.config_file import read_cluster_config
 from deploy.control import ask
+from deploy.options import MAX_PAUSE_S
 
 REPLAY_TIMEOUT_S = 600.0
 STEPS = ((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1))
@@ -159,7 +160,7 @@ def main(
         float, typer.Option("--last", min=1, help="Seconds of the decision log to judge by")
     ] = 3600.0,
     every_s: Annotated[
-        float, typer.Option("--every", min=0, help="Seconds between two looks; 0: once")
+        float, typer.Option("--every", min=0, max=MAX_PAUSE_S, help="Seconds between two looks; 0: once")
     ] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say it, and change nothing")] = False,
 ) -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.api_client import read_json
-from deploy.options import ADDRESS, Address
+from deploy.options import ADDRESS, MAX_PAUSE_S, Address
 
 SHOWN_S = 600
 SPARK_WIDTH = 30
@@ -78,7 +78,9 @@ class Recent:
 
 def top(
     address: Address = ADDRESS,
-    period_s: Annotated[float, typer.Option("--period", min=0, help="Seconds between two looks")] = 1.0,
+    period_s: Annotated[
+        float, typer.Option("--period", min=0, max=MAX_PAUSE_S, help="Seconds between two looks")
+    ] = 1.0,
     times: Annotated[int, typer.Option(min=0, help="Looks, then end; 0: until Ctrl-C")] = 0,
 ) -> None:
     """Watch goodput, latencies, nodes and the slowest requests."""

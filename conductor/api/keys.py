@@ -36,6 +36,8 @@ PREFIX = "ck"
 LOOK_AGAIN_S = 1.0
 """A key that was added or removed counts so much later at most."""
 BUSY_RETRY_S = 1.0
+MAX_QUOTA = 1e9
+"""No quota is larger, and no rate slower than one request in so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,12 @@ class Quota:
 
     def __post_init__(self) -> None:
         values = (self.requests_per_s, self.burst, self.concurrent)
-        if not all(isinstance(value, int | float) and value >= 0 for value in values) or self.burst < 1:
-            raise ValueError("quotas are numbers, not negative, and a burst of at least 1")
+        are_good = all(isinstance(value, int | float) and 0 <= value <= MAX_QUOTA for value in values)
+        if not are_good or self.burst < 1 or 0 < self.requests_per_s < 1 / MAX_QUOTA:
+            raise ValueError(
+                f"quotas are numbers, not negative and at most {MAX_QUOTA:g}; a burst is at least 1, and a "
+                f"rate that is not 0 at least {1 / MAX_QUOTA:g} a second"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,7 +323,7 @@ def test_figures_are_those_of_their_definitions():
 def test_goodput_bounds_are_read_and_wrong_ones_refused():
     assert parse_goodput("ttft:0.5,tbt:0.05") == Goodput(0.5, 0.05)
     assert parse_goodput("tpot:1") == Goodput(tbt_s=1.0)
-    for wrong in ("ttft", "tfft:1", "ttft:x"):
+    for wrong in ("ttft", "tfft:1", "ttft:x", "ttft:nan", "ttft:-1", "ttft:0"):
         with pytest.raises(ValueError, match=r"tfft|float|ttft"):
             parse_goodput(wrong)
 

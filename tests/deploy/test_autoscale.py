@@ -149,7 +149,17 @@ def test_a_cluster_that_cannot_be_judged_is_refused(tmp_path, capsys, text, told
 
 
 @pytest.mark.parametrize(
-    "wrong", ["--share=2", "--share=-1", "--min=1", "--max=0", "--last=-1", "--every=-1", "--min=9 --max=2"]
+    "wrong",
+    [
+        "--share=2",
+        "--share=-1",
+        "--min=1",
+        "--max=0",
+        "--last=-1",
+        "--every=-1",
+        "--every=1e10",
+        "--min=9 --max=2",
+    ],
 )
 def test_limits_that_cannot_be_are_refused_with_their_option(tmp_path, capsys, wrong):
     with pytest.raises(SystemExit) as caught:

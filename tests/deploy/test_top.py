@@ -52,6 +52,13 @@ def address(server):
     return f"127.0.0.1:{server.server_address[1]}"
 
 
+@pytest.mark.parametrize("period", ["nan", "inf", "1e10", "-1"])
+def test_a_period_that_nobody_can_wait_for_is_refused_before_the_first_look(address, server, period):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["top", "--times", "2", "--period", period, "--address", address])
+    assert (caught.value.code, server.asked) == (2, [])
+
+
 def test_top_shows_history_budgets_the_slowest_and_kv_on_its_way(address, server, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["top", "--times", "2", "--period", "0", "--address", address])

@@ -223,6 +223,17 @@ def test_the_choices_of_a_call_are_owed_to_the_rate():
     bucket.take("t")
 
 
+@pytest.mark.parametrize(
+    "quota",
+    [{"requests_per_s": value} for value in (float("nan"), float("inf"), -1.0, 1e-300)]
+    + [{"burst": value} for value in (0, -1, 10**400)]
+    + [{"concurrent": value} for value in (-1, 10**400)],
+)
+def test_a_quota_that_no_bucket_can_reckon_with_is_refused(quota):
+    with pytest.raises(ValueError, match="quotas are numbers, not negative and at most 1e"):
+        Quota(**quota)
+
+
 class SetClock:
     def __init__(self):
         self.at_s = 0.0
