@@ -31,7 +31,8 @@ from engine.block_pool import BlockPool
 from engine.device_weights import move_to
 from engine.expert_load import ExpertBalance, ExpertCounts, expert_counts
 from engine.loop import EngineLoop
-from engine.model import PagedModel
+from engine.model import PagedModel, num_positions
+from engine.model_config import model_config
 from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
 from engine.pipeline import Stage, split_layers
@@ -42,12 +43,12 @@ from engine.quantized_weight import FLOATS, Quantization
 from engine.rank_group import GroupShape, RankGroup
 from engine.ranks import Ranks, start_ranks
 from engine.runner import Runner, StepRunner
-from engine.scaled_kv import scaled_layout
+from engine.scaled_kv import NOT_HEADS, scaled_layout
 from engine.scheduler import Scheduler
 from engine.self_check import checked_blocks, eager_logits, require_faithful, require_right_kernels
 from engine.stored_experts import WHOLE
 from engine.swap_space import HostBlocks, SwapSpace
-from engine.tensor_parallel import TensorGroup, cut_causal_model
+from engine.tensor_parallel import TensorGroup, cut_causal_model, heads_of, require_divisible
 from engine.token_masks import Grammars, no_vocabulary
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def build_engine(
         rounded: As for `load_weights`.
 
     Raises ConfigError if the model cannot be served, or no block fits into the cache."""
+    _require_fitting(config, Path(model_path))
     shape = GroupShape(config.tensor_parallel, config.pipeline_parallel)
     num_threads = config.threads or len(os.sched_getaffinity(0))
     num_threads = max(1, num_threads // shape.size)
@@ -135,6 +137,19 @@ def build_engine(
     except BaseException:
         ranks.close(0.0)
         raise
+
+
+def _require_fitting(config: EngineConfig, folder: Path) -> None:
+    """Raise ConfigError where a folder's config.json shows that its model cannot be served as asked.
+
+    Before ranks start and a weight is read: to round those of a large model takes minutes."""
+    text = model_config(folder).get_text_config()
+    if config.tensor_parallel > 1:
+        require_divisible(heads_of(text), config.tensor_parallel)
+    if config.max_model_len:
+        _max_model_len(config, num_positions(text))
+    if config.kv_dtype == "fp8" and getattr(text, "kv_lora_rank", None):
+        raise ConfigError(NOT_HEADS)
 
 
 def build_rank(
@@ -212,7 +227,7 @@ def assemble_engine(
     parts = _parts(split, model.shape.num_heads, config.tensor_parallel)
     layout, expected = _checked_layout(model, config, stage, split)
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
-    max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
+    max_model_len = min(_max_model_len(config, model.max_model_len), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     host_blocks = _host_blocks(config, cache) if group is None else None
     counts = expert_counts(model.module)
@@ -383,9 +398,7 @@ def _host_blocks(config: EngineConfig, cache: PagedCache) -> HostBlocks | None:
     return HostBlocks(cache, num_slots) if num_slots else None
 
 
-def _max_model_len(config: EngineConfig, model: PagedModel) -> int:
-    if config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"max_model_len: {config.max_model_len} is asked for, and the model takes {model.max_model_len}"
-        )
-    return config.max_model_len or model.max_model_len
+def _max_model_len(config: EngineConfig, most: int) -> int:
+    if config.max_model_len > most:
+        raise ConfigError(f"max_model_len: {config.max_model_len} is asked for, and the model takes {most}")
+    return config.max_model_len or most

@@ -126,7 +126,7 @@ class PagedModel:
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self._stage: Stage | None = None
-        self.max_model_len = _num_positions(text_config)
+        self.max_model_len = num_positions(text_config)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.quantization = FLOATS
@@ -263,7 +263,7 @@ def first_run() -> Iterator[None]:
         raise ConfigError(f"config.json describes a model that cannot be run: {reason}") from error
 
 
-def _num_positions(config: Any) -> int:
+def num_positions(config: Any) -> int:
     """Return the positions that a model was made for; raises ConfigError if its configuration has none."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:

@@ -27,11 +27,13 @@ SCALE_WIDTH = 4
 HIGHEST_EXPONENT = 253
 """The largest exponent whose scale has an inverse, as float32 stores it."""
 
+NOT_HEADS = "kv_dtype: fp8 is for K and V of heads, and this model caches something else; say auto"
+
 
 def scaled_layout(layout: KvLayout) -> KvLayout:
     """Return the layout of the same K and V in 8 bits; raises ConfigError for a layout that has others."""
     if [field.name for field in layout.fields] != ["key", "value"]:
-        raise ConfigError("kv_dtype: fp8 is for K and V of heads; this model caches something else")
+        raise ConfigError(NOT_HEADS)
     key, value = layout.fields
     fields = (
         KvField("key", key.width, SCALED_DTYPE),

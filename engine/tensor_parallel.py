@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from math import gcd
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from base.errors import ConfigError
 from engine.opaque import opaque
@@ -128,12 +129,25 @@ class ExpertShare(nn.Module):
 def cut_causal_model(model: PreTrainedModel, group: TensorGroup) -> None:
     """Keep this rank's share of a causal model, in place; as `cut_model`."""
     config = model.config.get_text_config()
-    num_heads: int = config.num_attention_heads
-    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
     plan: dict[str, str] = config.base_model_tp_plan or {}
     if plan and getattr(config, "kv_lora_rank", None):
         plan = LATENT_PLAN | plan
-    cut_model(model.base_model, plan, (num_heads, num_kv_heads), group)
+    cut_model(model.base_model, plan, heads_of(config), group)
+
+
+def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the attention and the KV heads of a whole model."""
+    num_heads: int = config.num_attention_heads
+    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads
+
+
+def require_divisible(heads: tuple[int, int], num_ranks: int) -> None:
+    """Raise ConfigError where a model's attention or KV heads do not divide among ranks."""
+    if any(count % num_ranks for count in heads):
+        raise ConfigError(
+            f"tensor_parallel: {heads[0]} attention and {heads[1]} KV heads do not divide among {num_ranks} "
+            f"ranks; choose a divisor of {gcd(*heads)}"
+        )
 
 
 def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], group: TensorGroup) -> None:
@@ -150,9 +164,7 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
     """
     if not plan:
         raise ConfigError("tensor parallel: transformers has no plan for this family")
-    for count in heads:
-        if count % group.size:
-            raise ConfigError(f"tensor parallel: {count} heads do not divide among {group.size} ranks")
+    require_divisible(heads, group.size)
     to_cut: list[tuple[str, nn.Linear | QuantizedLinear, str]] = []
     experts: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():

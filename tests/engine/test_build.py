@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,29 @@ async def decode_to_end(engine: Engine, sequence) -> list[int]:
 def test_a_configuration_that_cannot_be_met_is_refused_by_key(folder: Path, config, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_engine(config, str(folder), SystemClock())
+
+
+LATENT = {"model_type": "deepseek_v3"}
+
+
+@pytest.mark.parametrize(
+    ("more", "asked", "message"),
+    [
+        ({}, {"tensor_parallel": 4}, "^tensor_parallel: .*4 ranks; choose a divisor of 2$"),
+        ({}, {"max_model_len": 5000}, "^max_model_len: 5000 is asked for, and the model takes 4096$"),
+        (LATENT, {"kv_dtype": "fp8"}, "^kv_dtype: fp8 is for K and V of heads"),
+    ],
+    ids=["heads", "positions", "latents"],
+)
+def test_what_config_json_shows_is_refused_before_a_weight_is_read(
+    folder: Path, tmp_path: Path, more: dict[str, object], asked: dict[str, object], message: str
+) -> None:
+    """The folder has none: to round those of a large model takes minutes."""
+    table = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(table | more))
+    config = dataclasses.replace(SMALL, quantization="int4", **asked)
+    with pytest.raises(ConfigError, match=message):
+        build_engine(config, str(tmp_path), SystemClock())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
