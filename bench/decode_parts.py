@@ -87,7 +87,7 @@ def row_of(kind: str, batch: int) -> dict[str, Any]:
     dice = random.Random(batch)
     lengths = [dice.randint(*LENGTHS[kind]) for _ in range(batch)]
     others = [PartCounts(count, count) for count in COUNTS]
-    us, *others_us = timed_us(lengths, [count_parts(KV_HEADS, PROGRAMS), *others])
+    us, *others_us = timed_us(lengths, [count_parts(KV_HEADS, PROGRAMS, torch.device("cuda", 0)), *others])
     return {
         "lengths": kind,
         "batch": batch,

@@ -165,14 +165,14 @@ def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> Hea
         if (latents := heads_of(module)) is not None:
             rotary = cache.field("rotary_key").shape[-1]
             widths = layout.num_heads, latents.nope_dim + rotary, latents.value_dim
-            parts = count_parts(head_groups(layout.num_heads), DECODE_PROGRAMS)
+            parts = count_parts(head_groups(layout.num_heads), DECODE_PROGRAMS, cache.tensor.device)
             return HeadsRead(layout.num_heads, parts, widths, are_latent=True)
     width = layout.fields[0].width
     config = model.config.get_text_config()
     num_ranks = max(1, (getattr(config, "num_key_value_heads", None) or num_heads) // layout.num_heads)
     widths = layout.num_heads, width, width
     programs = decode_programs(width * model.dtype.itemsize, cache.has("scale"))
-    parts = count_parts(layout.num_heads, programs)
+    parts = count_parts(layout.num_heads, programs, cache.tensor.device)
     return HeadsRead(num_heads // num_ranks, parts, widths)
 
 

@@ -15,6 +15,7 @@ number of programs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,8 +35,12 @@ AT_ONCE = 16
 """Parts that one program finds."""
 
 
+ON_CPU = 4
+"""Multiprocessors of a CPU: Triton's interpreter takes a millisecond for each program."""
+
+
 class KernelPrograms(NamedTuple):
-    """Numbers of programs that contexts are divided among."""
+    """Numbers of programs for each multiprocessor, among which contexts are divided."""
 
     all: int
     """Programs that are under way at once."""
@@ -50,9 +55,16 @@ class PartCounts(NamedTuple):
     apart: int
 
 
-def count_parts(num_heads: int, programs: KernelPrograms) -> PartCounts:
+def count_parts(num_heads: int, programs: KernelPrograms, device: torch.device) -> PartCounts:
     """Return the numbers of parts of a step whose KV heads have a program each for every part."""
-    return PartCounts(*(max(1, each // num_heads) for each in programs))
+    return PartCounts(*(max(1, each * _multiprocessors(device) // num_heads) for each in programs))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return ON_CPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def decode_parts(

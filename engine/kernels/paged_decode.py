@@ -41,11 +41,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 """exp(x) = exp2(x * LOG2_E); the device has exp2 as one instruction."""
 
 
-PROGRAMS = KernelPrograms(528, 384)
-"""Programs of a step: four for each multiprocessor of an H200, or three."""
+PROGRAMS = KernelPrograms(4, 3)
+"""Programs for each multiprocessor, as found on an H200."""
 
-SCALED_PROGRAMS = KernelPrograms(1056, 792)
-"""Programs of a step whose tiles are of one warp: eight for each multiprocessor, or six."""
+SCALED_PROGRAMS = KernelPrograms(8, 6)
+"""Programs for each multiprocessor whose tiles are of one warp."""
 
 FEW_HEADS = 128
 """KV heads of all sequences up to which a step takes as long as one program with its part."""
@@ -131,7 +131,7 @@ def paged_decode(
     output = query.new_empty(query.shape) if output is None else output
     overlap = {"OVERLAPS": False} if parts is None else overlapping(query.device)
     if parts is None:
-        counts = count_parts(num_kv_heads, decode_programs(row_bytes, scales is not None))
+        counts = count_parts(num_kv_heads, decode_programs(row_bytes, scales is not None), query.device)
         parts = decode_parts(context_lens, counts, (rule.sliding_window,))[0]
     count = count_of(parts, num_seqs)
     partial = output.new_empty((2 * count, num_heads, head_dim), dtype=torch.float32)

@@ -61,8 +61,8 @@ class LatentTiles:
 DECODE_TILES = LatentTiles(heads=16, rows=16, tokens=64, num_warps=8, num_stages=2)
 DEEP_STAGES = 5
 """Stages of the same where the device's shared memory has room for three tiles, which are then under way."""
-DECODE_PROGRAMS = KernelPrograms(132, 132)
-"""Programs of a step: one for each multiprocessor of an H200.
+DECODE_PROGRAMS = KernelPrograms(1, 1)
+"""Programs for each multiprocessor.
 
 One H200, 16 heads, latents of 512, contexts of 1,090 tokens: 64 sequences take 38 us, with 512 programs, four
 warps and two stages 49; 256 sequences 103 and 125; one sequence of 32,000 tokens 47 and 66."""
@@ -116,7 +116,7 @@ def decode_latents(
     tiles = tiles or decode_tiles(layer)
     groups, heads = head_groups(num_heads, tiles), min(tiles.heads, num_heads)
     if parts is None:
-        parts = decode_parts(context_lens, count_parts(groups, DECODE_PROGRAMS))[0]
+        parts = decode_parts(context_lens, count_parts(groups, DECODE_PROGRAMS, context_lens.device))[0]
     count = count_of(parts, num_seqs)
     output = latent_query.new_empty((num_seqs, num_heads, rank)) if output is None else output
     partial = output.new_empty((2 * count, num_heads, rank), dtype=torch.float32)

@@ -19,16 +19,10 @@ from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
 from engine.step_memory import StepShape, StepWriter, carve
 from tests.engine.builders import make_sequence
-from tests.engine.kernels.paged import few_programs
 from tests.engine.test_families import FAMILIES, SMALL
 
 BLOCK_SIZE = 16
 NO_TOKENS = torch.zeros(64, dtype=torch.int64)
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch) -> None:
-    few_programs(monkeypatch)
 
 
 def make_family(name: str, **changed) -> PreTrainedModel:

@@ -1,11 +1,6 @@
 """Random paged caches for the kernel tests: scattered blocks, poison everywhere else."""
 
-import pytest
 import torch
-
-from engine import gpu_model
-from engine.kernels import paged_decode, paged_latents
-from engine.kernels.decode_parts import KernelPrograms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -13,15 +8,6 @@ MULTIPLIED = [torch.float32, torch.float16]
 """Dtypes of the matrix products tested; Triton's interpreter multiplies bfloat16 as bits."""
 if DEVICE == "cuda":
     MULTIPLIED.append(torch.bfloat16)
-
-
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have contexts cut into few parts: the interpreter takes a millisecond for each program."""
-    few = KernelPrograms(16, 12)
-    for name in ("PROGRAMS", "SCALED_PROGRAMS"):
-        monkeypatch.setattr(paged_decode, name, few)
-    for module in (paged_latents, gpu_model):
-        monkeypatch.setattr(module, "DECODE_PROGRAMS", few)
 
 
 def paged_layer(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
 from engine.kernels import paged_decode as paged_decode_module
-from engine.kernels.decode_parts import UNIT, KernelPrograms, PartCounts, count_parts, decode_parts
+from engine.kernels.decode_parts import UNIT, PartCounts, count_parts, decode_parts
 from engine.kernels.paged_decode import (
     FEW_HEADS,
     PROGRAMS,
@@ -45,8 +45,8 @@ def assert_agrees(
     rule = rule or AttentionRule(scale=head_dim**-0.5)
     arguments = (query, kv_cache, tables, lens_tensor, rule, sink_logits)
     windows = (rule.sliding_window,)
-    counts = count_parts(num_kv_heads, KernelPrograms(programs, programs))
-    parts = decode_parts(lens_tensor, counts, windows)[0]
+    count = max(1, programs // num_kv_heads)
+    parts = decode_parts(lens_tensor, PartCounts(count, count), windows)[0]
     output = paged_decode(*arguments, tiles=tiles, parts=parts)
     assert relative_error(output, paged_decode_definition(*arguments)) < tolerance(dtype)
 
@@ -190,9 +190,18 @@ def test_padding_between_sequences_is_read_by_nobody() -> None:
     assert_agrees([0, 70, 0, 0, 3, 131, 64, 0, 1], programs=8)
 
 
+H200 = PartCounts(66, 49)
+"""Parts of 8 KV heads there."""
+
+
+def test_each_multiprocessor_has_its_programs() -> None:
+    assert count_parts(2, PROGRAMS, torch.device("cpu")) == (8, 6)
+    assert count_parts(100, PROGRAMS, torch.device("cpu")) == (1, 1)
+
+
 def lengths_of(lens: list[int]) -> tuple[list[int], list[int]]:
     """Return the units of each part, and the pieces of each sequence."""
-    counts = count_parts(8, PROGRAMS)
+    counts = H200
     numbers = decode_parts_definition(torch.tensor(lens, dtype=torch.int32), counts).tolist()
     cut = numbers[: counts.all + 1]
     return [end - begin for begin, end in pairwise(cut)], numbers[-len(lens) :]
@@ -209,7 +218,7 @@ def test_a_long_context_is_cut_whatever_stands_beside_it() -> None:
     units, pieces = lengths_of([12_000, *[0] * 63])
     assert pieces[0] == 33
     assert max(units) * UNIT.value <= 384
-    assert lengths_of([100_000, *[0] * 63])[1][0] == count_parts(8, PROGRAMS).all
+    assert lengths_of([100_000, *[0] * 63])[1][0] == H200.all
     assert lengths_of([30_000, *[1000] * 63])[1][0] >= 20
 
 
@@ -226,13 +235,11 @@ def test_few_sequences_of_some_length_are_cut_each_for_itself() -> None:
     lens=st.lists(
         st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 100_000)), min_size=1, max_size=40
     ),
-    heads=st.sampled_from([1, 3, 8]),
-    programs=st.sampled_from([KernelPrograms(*each) for each in ((1, 1), (16, 9), (132, 132), (528, 384))]),
+    counts=st.sampled_from([PartCounts(*each) for each in ((1, 1), (16, 9), (132, 132), (528, 396), H200)]),
     window=st.sampled_from([1, 100, 4096]),
 )
-def test_parts_are_as_defined_and_hold_every_token_once(lens, heads, programs, window) -> None:
+def test_parts_are_as_defined_and_hold_every_token_once(lens, counts, window) -> None:
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    counts = count_parts(heads, programs)
     rows = decode_parts(lens_tensor, counts, (0, window)).cpu()
     for row, seen in zip(rows, (0, window), strict=True):
         assert torch.equal(row, decode_parts_definition(lens_tensor.cpu(), counts, seen))

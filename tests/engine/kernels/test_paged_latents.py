@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine.attention import AttentionRule
-from engine.kernels.decode_parts import KernelPrograms, count_parts, decode_parts
-from engine.kernels.paged_latents import LatentTiles, decode_latents, head_groups, prefill_latents
+from engine.kernels.decode_parts import PartCounts, decode_parts
+from engine.kernels.paged_latents import LatentTiles, decode_latents, prefill_latents
 from engine.kernels.write_rows import write_rows
 from engine.latent_attention import LatentHeads, latent_prefill, values_of
 from tests.engine.kernels.paged import DEVICE, relative_error
@@ -66,9 +66,7 @@ def test_decode_equals_attention_over_what_latents_expand_to(
 ) -> None:
     case = Case(num_heads, rank)
     query = case.query[: len(LENS)]
-    parts = decode_parts(case.lens, count_parts(head_groups(num_heads), KernelPrograms(programs, programs)))[
-        0
-    ]
+    parts = decode_parts(case.lens, PartCounts(programs, programs))[0]
     mixed = decode_latents(*case.halves(query), case.layer, case.tables, case.lens, RULE.scale, parts)
     expected = case.expected(query, list(range(len(LENS) + 1)))
     assert relative_error(case.values(mixed), expected) < 5e-6

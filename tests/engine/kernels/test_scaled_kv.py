@@ -10,16 +10,11 @@ from engine.kernels.paged_prefill import PrefillTiles, paged_prefill
 from engine.kernels.read_scaled import read_scaled
 from engine.kernels.write_kv import write_kv
 from engine.scaled_kv import LARGEST, SCALE_WIDTH, plain, scales_of
-from tests.engine.kernels.paged import DEVICE, few_programs, relative_error
+from tests.engine.kernels.paged import DEVICE, relative_error
 
 RULE = AttentionRule(scale=0.125)
 LENS = [70, 1, 33, 16]
 HEADS, DIM = 2, 64
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch) -> None:
-    few_programs(monkeypatch)
 
 
 def scaled_layer(block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
