@@ -25,7 +25,7 @@ from engine.quantized_experts import QuantizedExperts
 from engine.quantized_linear import QuantizedLinear, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
 from engine.rounded_checkpoint import rounded_name, source_logits, the_only_writer, write_rounded
-from engine.self_check import checked_tokens, relative_error
+from engine.self_check import checked_tokens, relative_error, require_numbers
 from engine.stored_experts import WHOLE, Part
 from engine.weights import load_model, random_model, tokens_of
 
@@ -60,8 +60,7 @@ class LoadedWeights:
         """Return what the node says of its weights: `model` is made of them, as it will be served."""
         if self.source_logits is None:
             return FLOATS
-        if not self.source_logits.isfinite().all():
-            raise ConfigError("the model's logits are no numbers: its weights or its config.json are damaged")
+        require_numbers(self.source_logits)
         logits = model.eager_logits(checked_tokens(model.vocab_size))
         error = relative_error(logits, self.source_logits.to(logits))
         # Written so that NaN is a failure.

@@ -47,9 +47,19 @@ Llama-3.1-8B make 0.09; what has nothing to do with the family's logits makes 1 
 
 
 def eager_logits(model: PagedModel) -> torch.Tensor:
-    """Return what `require_faithful` compares with, of a model that is not cut into stages yet."""
+    """Return what `require_faithful` compares with, of a model that is not cut into stages yet.
+
+    Raises ConfigError for logits that are no numbers."""
     with unrounded_rows(model.module):
-        return model.eager_logits(checked_tokens(model.vocab_size))
+        logits = model.eager_logits(checked_tokens(model.vocab_size))
+    require_numbers(logits)
+    return logits
+
+
+def require_numbers(logits: torch.Tensor) -> None:
+    """Raise ConfigError for logits that are no numbers: whatever is compared with them is at no fault."""
+    if not logits.isfinite().all():
+        raise ConfigError("the model's logits are no numbers: its weights or its config.json are damaged")
 
 
 def require_faithful(model: PagedModel, layout: KvLayout, expected: torch.Tensor | None = None) -> float:

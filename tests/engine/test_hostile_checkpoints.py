@@ -281,8 +281,13 @@ def test_layers_that_the_files_do_not_have_are_not_made(kind: str, tmp_path: Pat
         load_model(tmp_path, torch.float32)
 
 
-def test_numbers_that_are_none_are_said_to_be_damage(tmp_path: Path) -> None:
-    folder = publish(tmp_path, "qwen3_moe", "channels")
+@pytest.mark.parametrize("form", ["channels", "floats"])
+def test_numbers_that_are_none_are_said_to_be_damage(form: str, tmp_path: Path) -> None:
+    if form == "floats":
+        make_family("qwen3_moe").save_pretrained(tmp_path)
+        folder = tmp_path
+    else:
+        folder = publish(tmp_path, "qwen3_moe", form)
 
     def hurt(tensors: dict[str, torch.Tensor]) -> None:
         for key in [key for key in tensors if key.endswith("input_layernorm.weight")]:
