@@ -94,10 +94,16 @@ def join_group(rank: int, shape: GroupShape, folder: Path, is_gpu: bool) -> Rank
     return RankGroup(world, tensor, stage, device)
 
 
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group within the world, in which ranks wait for each other as long as in the world."""
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=TIMEOUT_S))
+    return group
+
+
 def _tensor_group(rank: int, shape: GroupShape) -> TensorGroup:
     """Return this rank's stage as a group. Each rank takes part in making each group."""
     own_stage, place = shape.place(rank)
-    groups = [dist.new_group(shape.ranks_of(stage)) for stage in range(shape.stages)]
+    groups = [_new_group(shape.ranks_of(stage)) for stage in range(shape.stages)]
     return TensorGroup(groups[own_stage], place, shape.tensor, first_rank=shape.rank(own_stage, 0))
 
 
@@ -107,7 +113,7 @@ def _stage(rank: int, shape: GroupShape, device: torch.device) -> Stage:
     for stage in range(shape.stages - 1):
         for place in range(shape.tensor):
             pair = shape.rank(stage, place), shape.rank(stage + 1, place)
-            group = dist.new_group(list(pair))
+            group = _new_group(list(pair))
             if place == own_place and stage == own_stage:
                 after = StageLink(group, pair[1], device)
             if place == own_place and stage + 1 == own_stage:

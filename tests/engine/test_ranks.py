@@ -197,6 +197,26 @@ def test_a_rank_whose_engine_is_killed_while_it_joins_ends_too(tmp_path: Path) -
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_stage_that_stalls_is_waited_for_as_long_as_any_rank() -> None:
+    program = (
+        "import torch\n"
+        "import engine.rank_group\n"
+        "engine.rank_group.TIMEOUT_S = 60.0\n"
+        "from engine.ranks import start_ranks\n"
+        "shape = engine.rank_group.GroupShape(stages=2)\n"
+        "ranks, group = start_ranks('tests.engine.stalled_rank', {}, shape, False)\n"
+        "try:\n"
+        "    group.stage.take_in((1,), torch.float32)\n"
+        "finally:\n"
+        "    ranks.close(0.0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert b"Timed out waiting 60000ms" in done.stderr
+
+
+@pytest.mark.full
 def test_an_engine_whose_rank_ends_while_it_starts_does_not_wait_for_it() -> None:
     program = (
         "from engine.rank_group import GroupShape\n"
