@@ -46,6 +46,10 @@ HEADER_NUMBERS = 5 + 3 * MAX_LONG_CHUNKS
 """Numbers in a step's header: its shape, the first row of its chunks, and the three of each long chunk."""
 
 
+NO_ROW = -1
+"""The row of parts of a layer whose window is not the model's: it cuts contexts for itself."""
+
+
 class StepPart(Enum):
     """The part of a step that a layer is called for."""
 
@@ -173,7 +177,8 @@ def _attention(
     elif call.part is StepPart.LAST_ROWS:
         output = last_rows_attention(rows[0], *where, *rule, sinks)
     else:
-        output = paged_attention(*rows, *where, call.parts, call.windows.index(window), *rule, sinks)
+        row = call.windows.index(window) if window in call.windows else NO_ROW
+        output = paged_attention(*rows, *where, call.parts, row, *rule, sinks)
     return output[None, ..., :value_dim], None
 
 
@@ -252,7 +257,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             sinks,
             output=output[singles],
             added=None if has_chunks else (key[singles], value[singles]),
-            parts=parts[parts_row],
+            parts=None if parts_row == NO_ROW else parts[parts_row],
             scales=scales,
         )
     if not has_chunks:

@@ -142,7 +142,7 @@ class GpuModel:
 
 
 def windows_of(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the windows that the attention layers of a model can have; 0: none."""
+    """Return the windows of a model whose layers share the parts of a step; 0: none."""
     window = getattr(config, "sliding_window", None)
     return (0, window) if window else (0,)
 

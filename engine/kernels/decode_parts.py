@@ -34,7 +34,6 @@ JOINED_PIECES = tl.constexpr(8)
 AT_ONCE = 16
 """Parts that one program finds."""
 
-
 ON_CPU = 4
 """Multiprocessors of a CPU: Triton's interpreter takes a millisecond for each program."""
 

@@ -40,7 +40,6 @@ from engine.kernels.scaled_rows import SCALE_WIDTH, _multiplied, _scaled, _store
 LOG2_E = tl.constexpr(1.4426950408889634)
 """exp(x) = exp2(x * LOG2_E); the device has exp2 as one instruction."""
 
-
 PROGRAMS = KernelPrograms(4, 3)
 """Programs for each multiprocessor, as found on an H200."""
 

@@ -140,6 +140,11 @@ async def test_a_client_that_reads_nothing_of_its_answer_lets_go_of_its_request(
         assert api.dispatcher.num_open == 0
 
 
+async def read_to_its_end(call):
+    while await call.read():
+        pass
+
+
 async def test_a_grpc_client_that_reads_nothing_lets_go_of_its_request_and_is_told_when_it_reads(
     model, monkeypatch
 ):
@@ -150,18 +155,13 @@ async def test_a_grpc_client_that_reads_nothing_lets_go_of_its_request_and_is_to
         grpc.aio.insecure_channel(api.grpc_address) as channel,
     ):
         call = inference_pb2_grpc.InferenceStub(channel).Generate(GENERATE(text="x"))
-
-        async def read_to_its_end():
-            while await call.read():
-                pass
-
         await call.read()
         async with asyncio.timeout(60):
             while not api.dispatcher.num_cancelled:
                 await asyncio.sleep(0)
         assert api.dispatcher.num_open == 0
         with pytest.raises(grpc.aio.AioRpcError, match="nothing of the answer was read"):
-            await read_to_its_end()
+            await read_to_its_end(call)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -189,17 +189,12 @@ async def test_a_grpc_client_whose_time_to_read_is_up_learns_it_when_it_reads_on
         grpc.aio.insecure_channel(api.grpc_address) as channel,
     ):
         call = inference_pb2_grpc.InferenceStub(channel).Generate(GENERATE(text="x"))
-
-        async def read_to_its_end():
-            while await call.read():
-                pass
-
         await call.read()
         async with asyncio.timeout(60):
             while api.completions.places.num_taken:
                 await asyncio.sleep(0)
             with pytest.raises(grpc.aio.AioRpcError, match=r"longer than server\.request_timeout_s to read"):
-                await read_to_its_end()
+                await read_to_its_end(call)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert api.dispatcher.num_open == 0
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine import gpu_model
 from engine.fused_projections import fuse_projections
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -100,6 +101,18 @@ def test_chunks_singles_and_padding_in_one_step_give_the_logits_of_the_family(fa
         torch.testing.assert_close(logits[row], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
         state = last_state(reference, prompt)
         torch.testing.assert_close(model.row_states[row], state, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_whose_window_is_not_the_models_cuts_contexts_for_itself(monkeypatch) -> None:
+    monkeypatch.setattr(gpu_model, "windows_of", lambda config: (0,))
+    reference = make_family("gpt_oss")
+    assert "sliding_attention" in reference.config.layer_types
+    model = make_gpu_model(copy.deepcopy(reference))
+    prompt = torch.randint(0, 211, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    sequence = make_sequence("a", prompt)
+    run(model, [entry(sequence, 0, 39, 0)], StepShape(64, 0, 1, 8))
+    logits = run(model, [entry(sequence, 39, 1, 0)], StepShape(8, 4, 0, 8))
+    torch.testing.assert_close(logits[0], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
