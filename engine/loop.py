@@ -273,18 +273,19 @@ class EngineLoop:
         is_heard = not plan.swaps and any(entry.sequence in self._launch_listeners for entry in plan.entries)
         loop = asyncio.get_running_loop()
 
-        def notify() -> None:
+        def notify(step: LaunchedStep) -> None:
             for entry in plan.entries:
                 if listener := self._launch_listeners.get(entry.sequence):
-                    listener(LaunchedChunk(entry, launched.result().layer_groups))
+                    listener(LaunchedChunk(entry, step.layer_groups))
 
+        # Leads not to `launched`, which keeps it: else the garbage collector alone finds steps of the past.
         def on_done(done: Future[LaunchedStep]) -> None:
             if done.cancelled():
                 return
             if done.exception() is not None:
                 loop.call_soon_threadsafe(self._changed.set)
             elif is_heard:
-                loop.call_soon_threadsafe(notify)
+                loop.call_soon_threadsafe(notify, done.result())
 
         launched.add_done_callback(on_done)
 
