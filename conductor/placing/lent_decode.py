@@ -5,12 +5,15 @@
   what decodes it has only a share of each step, and long prompts lose more than the sequence gains. Of those
   nodes the first that decodes already, so that few have their steps bounded; else the one that computes the
   prompt, whose KV then goes nowhere.
+* Where nobody names a bound nobody is late, and still all of a decode node wait for each token as long as its
+  step takes. Once that is several times as long as with one sequence, and prefill nodes have half of their
+  time, one of them takes who comes, as long as its own step is not as long.
 * Where caches are full and what they evict comes back (`copy_price.py`), a prompt that is handed over is
   stored twice and evicts as much of others. Then the node that computes it keeps it, if decoding takes less
   from the prompts of that node: so a chat stays on one node, unless bounds are tight.
 
-Either only where its step then keeps the bounds of all who decode on it. What that takes from the node's
-prompts is predicted (`prompt_share.py`), and so those go to other nodes.
+Only where its step then keeps the bounds of all who decode on it. What that takes from the node's prompts is
+predicted (`prompt_share.py`), and so those go to other nodes.
 
 Pure, as `scheduler.place` is, which asks it.
 """
@@ -33,6 +36,12 @@ QUEUE_S = 2.0
 
 SPARE_FROM = 0.7
 """Prefill nodes that have less to do than so much of their time have some for sequences."""
+
+PRESSED_STEPS = 2.5
+"""A decode node is slow whose step takes so many times as long as with one sequence."""
+
+SPARES_FROM = 0.5
+"""Prefill nodes that have less to do than so much of their time take from a slow decode node."""
 
 IN_TIME = 0.6
 """A prompt may take this share of a bound on TTFT on a node that lends: the rest is for its queue."""
@@ -66,18 +75,37 @@ def lent_node(
         decoding = view.node(found.decode_node)
         is_short = found.predicted_tbt_s > bearable_s(request, decoding, cost)
     if is_short:
-        return _lender(request, computing, needed, view, cost) if _has_time(view, now_s) else None
-    if not view.copy_price.block_s or isinstance(found, Rejection) or found.prefill_node == found.decode_node:
+        has_time = _busy(view, now_s) < SPARE_FROM
+        return _lender(request, computing, needed, inf, view, cost) if has_time else None
+    if isinstance(found, Rejection):
+        return None
+    pressed_s = _pressed_s(request, cost)
+    if found.predicted_tbt_s > pressed_s and _busy(view, now_s) < SPARES_FROM:
+        return _lender(request, computing, needed, pressed_s, view, cost)
+    if not view.copy_price.block_s or found.prefill_node == found.decode_node:
         return None
     moved = len(request.chain) - found.decode_matched_blocks
     stored_s = moved * copy_s(view) * decoding.evict_share
-    if not stored_s or stored_s <= _taken_s(request, computing, view, cost, now_s):
+    if not stored_s or stored_s <= _taken_s(request, computing, pressed_s, view, cost, now_s):
         return None
-    return computing if _bears(request, computing, needed, view, cost) else None
+    return computing if _bears(request, computing, needed, pressed_s, view, cost) else None
+
+
+def _pressed_s(request: PlacementRequest, cost: CostModel) -> float:
+    """Return the seconds that a step with a request should take at most; infinity: its bounds say that."""
+    _, bound_s, longest_s = request.slo
+    if bound_s < inf or longest_s < inf:
+        return inf
+    return PRESSED_STEPS * cost.decode_step_s(1, request.num_tokens)
 
 
 def _taken_s(
-    request: PlacementRequest, node: NodeState, view: ClusterView, cost: CostModel, now_s: float
+    request: PlacementRequest,
+    node: NodeState,
+    within_s: float,
+    view: ClusterView,
+    cost: CostModel,
+    now_s: float,
 ) -> float:
     """Return the seconds of prefill that a request takes from a prefill node's prompts while it decodes.
 
@@ -87,7 +115,7 @@ def _taken_s(
     before = 1.0
     if node.decode_sequences:
         before = share_when_begun(node, cost, node.learned.decode.ratio)
-    step_s, length_s = _joined_s(request, node, cost), bearable_s(request, node, cost)
+    step_s, length_s = _joined_s(request, node, cost), min(within_s, bearable_s(request, node, cost))
     if step_s >= length_s:
         return inf
     after = max(0.0, share_beside(step_s, length_s))
@@ -109,18 +137,23 @@ def bearable_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> f
     return KEPT_MEAN * bound_s
 
 
-def _has_time(view: ClusterView, now_s: float) -> bool:
-    """Return whether prefill nodes can do what comes without one that has its steps bounded."""
+def _busy(view: ClusterView, now_s: float) -> float:
+    """Return the share of their time that prefill nodes need; infinity: there are none."""
     members = view.prefill_mask
     slot = view.prefill_order.least(members)
     if slot is None:
-        return False
+        return inf
     queue_s = max(0.0, view.prefill_order.values[slot] - now_s)
-    return view.prefill_demand.at(now_s) / members.bit_count() + queue_s / QUEUE_S < SPARE_FROM
+    return view.prefill_demand.at(now_s) / members.bit_count() + queue_s / QUEUE_S
 
 
 def _lender(
-    request: PlacementRequest, computing: NodeState, needed: float, view: ClusterView, cost: CostModel
+    request: PlacementRequest,
+    computing: NodeState,
+    needed: float,
+    within_s: float,
+    view: ClusterView,
+    cost: CostModel,
 ) -> NodeState | None:
     nodes = [view.members[slot] for slot in bits_of(view.lent_mask, MAX_LENDERS)]
     if computing not in nodes:
@@ -129,7 +162,8 @@ def _lender(
         (
             node
             for node in nodes
-            if _bears(request, node, needed, view, cost) and _keeps_prompts(request, node, view, cost)
+            if _bears(request, node, needed, within_s, view, cost)
+            and _keeps_prompts(request, node, view, cost)
         ),
         None,
     )
@@ -148,15 +182,23 @@ def _keeps_prompts(request: PlacementRequest, node: NodeState, view: ClusterView
 
 
 def _bears(
-    request: PlacementRequest, node: NodeState, needed: float, view: ClusterView, cost: CostModel
+    request: PlacementRequest,
+    node: NodeState,
+    needed: float,
+    within_s: float,
+    view: ClusterView,
+    cost: CostModel,
 ) -> bool:
-    """Return whether a prefill node has room for a request, and a step that keeps the bounds of all."""
+    """Return whether a prefill node has room for a request, and a step that keeps the bounds of all.
+
+    `within_s`: what the step may take whatever they bear.
+    """
     is_member = view.prefill_mask & ~view.decode_mask & 1 << node.slot
     if not is_member or node.free_tokens < needed or node.info.node_id in request.avoid:
         return False
     if node.decode_sequences + 1 >= node.places:
         return False  # a prompt needs a place too
-    return _joined_s(request, node, cost) <= bearable_s(request, node, cost)
+    return _joined_s(request, node, cost) <= min(within_s, bearable_s(request, node, cost))
 
 
 def _joined_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:

@@ -3,10 +3,13 @@
 import pytest
 
 from base.request import NodeId, RequestId, Role, Slo
+from conductor.placing.cost_model import CostModel
+from conductor.placing.lent_decode import PRESSED_STEPS, SPARES_FROM
 from conductor.placing.placement import Rejection
 from conductor.placing.prefill_policies import LATER
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.profiles.reader import load_profile
 from tests.conductor.builders import (
     BLOCK_SIZE,
     make_cost,
@@ -18,6 +21,9 @@ from tests.conductor.builders import (
 )
 
 COST = make_cost()
+FAST = CostModel(load_profile("h200-llama8b"))
+TOKENS = 10 * BLOCK_SIZE
+ALONE_S = FAST.decode_step_s(1, TOKENS)
 FOLLOW = SchedulerSettings(RejectPolicy.NONE, roles_follow=True)
 FIXED = SchedulerSettings(RejectPolicy.NONE)
 
@@ -105,6 +111,59 @@ def test_a_node_that_failed_the_request_lends_nothing_to_it():
     view = full_decode(make_view(1, 1))
     request = make_request()._replace(avoid=(NodeId("p0"),))
     assert isinstance(place(request, view, COST, 0.0, FOLLOW), Rejection)
+
+
+def pressed_view():
+    """Return a view whose decode node takes three times as long for a step as with one sequence."""
+    view = without_inline(make_view(1, 1, FAST))
+    while view.load_of(NodeId("d0"), 0.0)[1] < 3 * ALONE_S:
+        number = view.node(NodeId("d0")).decode_sequences
+        request = make_request(f"r{number}", first_block=100 * number)
+        begun(view, request, FIXED)
+    return view
+
+
+def begun(view, request, settings=FOLLOW):
+    """Return the node that decodes a request whose prompt took no time."""
+    placement = require_placement(place(request, view, FAST, 0.0, settings))
+    view.placed(request, placement, 0.0)
+    view.prefill_done(request.request_id, 0.0)
+    view.prefill_order.set(0, 0.0)
+    view.prefill_demand.restore(0.0, 0.0)
+    return placement.decode_node
+
+
+def test_who_names_no_bound_is_spared_a_decode_node_that_others_make_slow():
+    view = pressed_view()
+    request = make_request("new", first_block=90_000)
+    assert require_placement(place(request, view, FAST, 0.0, FIXED)).decode_node == "d0"
+    assert require_placement(place(request, view, FAST, 0.0, FOLLOW)).decode_node == "p0"
+    loose = request._replace(slo=Slo(tbt_slo_s=1e3))
+    assert require_placement(place(loose, view, FAST, 0.0, FOLLOW)).decode_node == "d0", "it is in time there"
+
+
+def test_prefill_nodes_that_have_prompts_for_half_of_their_time_spare_nobody_a_slow_step():
+    view = pressed_view()
+    request = make_request("new", first_block=90_000)
+    view.prefill_demand.restore(0.9 * SPARES_FROM, 0.0)
+    assert require_placement(place(request, view, FAST, 0.0, FOLLOW)).decode_node == "p0"
+    view.prefill_demand.restore(1.1 * SPARES_FROM, 0.0)
+    assert require_placement(place(request, view, FAST, 0.0, FOLLOW)).decode_node == "d0"
+
+
+def test_a_prefill_node_takes_no_more_than_would_make_it_slow_too():
+    view = pressed_view()
+    where = [
+        begun(view, make_request(f"n{number}", first_block=90_000 + 100 * number)) for number in range(70)
+    ]
+    taken = where.count("p0")
+    assert where == ["p0"] * taken + ["d0"] * (70 - taken)
+    slow_s = PRESSED_STEPS * ALONE_S
+    assert (
+        FAST.decode_step_s(taken, taken * TOKENS)
+        <= slow_s
+        < FAST.decode_step_s(taken + 3, (taken + 3) * TOKENS)
+    )
 
 
 def test_what_would_be_stored_twice_in_full_caches_stays_where_it_is_computed():
