@@ -192,6 +192,7 @@ class _Served:
 
     def cut(self, told):
         self._there.is_cut = self._back.is_cut = True
+        self._is_detached = True  # an owner whose connection is gone answers on none
         self._over()
         if told in (None, self.asker.process.name):
             self.fail(TransferFailedError("connection reset"))
