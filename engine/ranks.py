@@ -178,12 +178,15 @@ class Ranks:
         self._is_closing = True
         for pipe in self._pipes:
             pipe.close()
+        killing = threading.Timer(grace_s, self._kill)
+        killing.start()
         for process in self._processes:
-            try:
-                process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
+        killing.cancel()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     def _require_all(self) -> None:
         if self._lost is not None:

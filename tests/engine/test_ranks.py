@@ -169,6 +169,27 @@ def test_a_rank_that_sends_no_frames_counts_as_lost() -> None:
         ranks.close()
 
 
+def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(GroupShape(stages=4))
+    waits: list[float] = []
+    wait = subprocess.Popen.wait
+
+    def count(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waits.append(timeout or 0.0)
+        return wait(process, timeout)
+
+    for _ in range(3):
+        ranks.start("tests.engine.joining_rank", {})
+    for pid in ranks.pids():
+        os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(subprocess.Popen, "wait", count)
+    ranks.close(0.5)
+    assert sum(waits) <= 0.5
+    for pid in ranks.pids():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 def test_a_rank_whose_engine_is_killed_while_it_joins_ends_too(tmp_path: Path) -> None:
     program = (
         "import sys\n"
