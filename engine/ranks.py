@@ -2,9 +2,9 @@
 
 Rank 0 is the engine. It starts the others and writes to the standard input of each: a line of JSON that says
 what to load, then frames: a step, which is a row of int64, or a message, which means nothing here. They
-answer on their standard output: that a step has run, or a message. Nothing else is to be agreed on, because
+answer by a pipe of its own: that a step has run, or a message. Nothing else is to be agreed on, because
 all ranks build the same engine in the same order and wait for each other by what a step sends and sums. The
-end of that pipe, however it comes, ends a rank: no rank outlives its engine, and none has to be asked.
+end of the first pipe, however it comes, ends a rank: no rank outlives its engine, and none has to be asked.
 
 A collective over pickled objects was weighed: no pickle is read anywhere here, and a rank that waits in a
 collective for a step that comes in an hour looks like a hung one.
@@ -105,16 +105,21 @@ class Ranks:
 
     def start(self, module: str, call: dict[str, Any]) -> None:
         """Start `python -m module` for the next rank, and have it `join_ranks`."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        source, sink = os.pipe()
+        answers = os.fdopen(source, "rb")
+        try:
+            # What it, or some library, prints goes to the log.
+            process = subprocess.Popen(
+                [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=2, pass_fds=[sink]
+            )
+        finally:
+            os.close(sink)
         self._processes.append(process)
         assert process.stdin is not None
-        assert process.stdout is not None
-        pipe = Pipe(process.stdout, process.stdin)
+        pipe = Pipe(answers, process.stdin)
         self._pipes.append(pipe)
         rank = len(self._processes)
-        process.stdin.write(json.dumps({"rank": rank, **call}).encode() + b"\n")
+        process.stdin.write(json.dumps({"rank": rank, "answers": sink, **call}).encode() + b"\n")
         process.stdin.flush()
         threading.Thread(target=self._listen, args=(rank, pipe), name=f"rank-{rank}", daemon=True).start()
 
@@ -264,14 +269,13 @@ def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
     spare_collector()
     # Ctrl-C is for rank 0, which ends us by ending the pipe.
     os.setpgid(0, 0)
-    # Frames have the standard output to themselves; what some library prints goes to the log.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
     call = json.loads(sys.stdin.buffer.readline())
+    os.set_inheritable(call["answers"], False)
+    pipe = Pipe(sys.stdin.buffer, os.fdopen(call["answers"], "wb"))
     threading.Thread(target=_end_with_rank_0, name="end", daemon=True).start()
     shape = GroupShape(**call["shape"])
     group = join_group(call["rank"], shape, Path(call["folder"]), call["is_gpu"])
-    return call["spec"], group, Pipe(sys.stdin.buffer, answers)
+    return call["spec"], group, pipe
 
 
 def _end_with_rank_0() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import queue
 import random
 import select
 import signal
@@ -161,10 +162,24 @@ def test_a_rank_that_sends_no_frames_counts_as_lost() -> None:
     try:
         ranks.is_starting = False
         ranks.on_lost(lost.set)
-        ranks.start("tests.engine.printing_rank", {})
+        ranks.start("tests.engine.raving_rank", {})
         assert lost.wait(60)
         with pytest.raises(LostError):
             ranks.wait_ran([1], 1)
+    finally:
+        ranks.close()
+
+
+def test_what_a_rank_prints_before_it_joins_goes_to_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(GroupShape(stages=2))
+    answers = queue.SimpleQueue[bytes]()
+    try:
+        ranks.is_starting = False
+        ranks.on_lost(lambda: answers.put(b"lost"))
+        ranks.on_message(1, answers.put)
+        ranks.start("tests.engine.printing_rank", {})
+        assert answers.get(timeout=60) == b"joins"
+        assert capfd.readouterr() == ("", "some library says hello\n")
     finally:
         ranks.close()
 
