@@ -2,9 +2,10 @@
 
 Rank 0 is the engine. It starts the others and writes to the standard input of each: a line of JSON that says
 what to load, then frames: a step, which is a row of int64, or a message, which means nothing here. They
-answer by a pipe of its own: that a step has run, or a message. Nothing else is to be agreed on, because
-all ranks build the same engine in the same order and wait for each other by what a step sends and sums. The
-end of the first pipe, however it comes, ends a rank: no rank outlives its engine, and none has to be asked.
+answer by a pipe of its own: that a step has run, or a message, and every `BEAT_S` that they live. Nothing
+else is to be agreed on, because all ranks build the same engine in the same order and wait for each other by
+what a step sends and sums. The end of the first pipe, however it comes, ends a rank: no rank outlives its
+engine, and none has to be asked. A rank that is silent is ended by force: it stands still, or is stopped.
 
 A collective over pickled objects was weighed: no pickle is read anywhere here, and a rank that waits in a
 collective for a step that comes in an hour looks like a hung one.
@@ -12,6 +13,7 @@ collective for a step that comes in an hour looks like a hung one.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -41,6 +43,13 @@ log = logging.getLogger(__name__)
 END_S = 10.0
 """Time that a rank has to end by itself."""
 
+BEAT_S = 10.0
+"""Time between two signs of life that a rank gives, whatever else it does."""
+
+MAX_MISSED_BEATS = 5
+"""Signs of life that may fail to come in a row. They are waited for one by one: a machine that stood still
+for a while has missed one."""
+
 NUMBER_BYTES = 8
 
 OnMessage = Callable[[bytes], None]
@@ -54,6 +63,8 @@ class PipeFrame(Enum):
     RAN = b"r"
     """Another rank reports that it has run the next step, whose KV is in the cache."""
     MESSAGE = b"m"
+    ALIVE = b"a"
+    """Another rank gives a sign of life."""
 
 
 class Pipe:
@@ -85,6 +96,24 @@ class Pipe:
             self._sink.close()
 
 
+class _Answers(io.FileIO):
+    """The pipe by which a rank answers, which raises TimeoutError in a silence that `counts`."""
+
+    def __init__(self, descriptor: int, counts: Callable[[], bool]) -> None:
+        super().__init__(descriptor)
+        self._counts = counts
+        self._coming = select.poll()
+        self._coming.register(descriptor, select.POLLIN)
+
+    def readinto(self, buffer: Any) -> int | None:
+        num_missed = 0
+        while not self._coming.poll(1e3 * BEAT_S):
+            num_missed += 1
+            if num_missed >= MAX_MISSED_BEATS and self._counts():
+                raise TimeoutError(f"no sign of life for {num_missed * BEAT_S:.3g} s")
+        return super().readinto(buffer)
+
+
 class Ranks:
     """Owns the processes of the other ranks. `send_step` belongs to the device thread."""
 
@@ -106,7 +135,7 @@ class Ranks:
     def start(self, module: str, call: dict[str, Any]) -> None:
         """Start `python -m module` for the next rank, and have it `join_ranks`."""
         source, sink = os.pipe()
-        answers = os.fdopen(source, "rb")
+        answers = io.BufferedReader(_Answers(source, lambda: not self.is_starting))
         try:
             # What it, or some library, prints goes to the log.
             process = subprocess.Popen(
@@ -212,17 +241,19 @@ class Ranks:
                 self._received(rank, *frame)
         except (ValueError, LookupError, OverflowError, MemoryError) as error:
             log.critical("what rank %s sent cannot be taken in", rank, exc_info=error)
+        except TimeoutError as error:
+            log.critical("rank %s: %s", rank, error)
         if not self._is_closing:
             self._lose(rank)
 
     def _received(self, rank: int, kind: PipeFrame, payload: bytes) -> None:
         if kind is PipeFrame.MESSAGE:
             self._on_message[rank](payload)
-            return
-        with self._changed:
-            self._num_ran[rank] += 1
-            self._on_step(rank, self._num_ran[rank])
-            self._changed.notify_all()
+        elif kind is PipeFrame.RAN:
+            with self._changed:
+                self._num_ran[rank] += 1
+                self._on_step(rank, self._num_ran[rank])
+                self._changed.notify_all()
 
     def _lose(self, rank: int) -> None:
         with self._changed:
@@ -234,6 +265,7 @@ class Ranks:
             timer.daemon = True
             timer.start()
         elif is_first:
+            self._kill()  # one that is stopped sees no end of its pipe, and keeps its memory
             listener()
 
     def _end_start(self) -> None:
@@ -272,17 +304,19 @@ def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
     call = json.loads(sys.stdin.buffer.readline())
     os.set_inheritable(call["answers"], False)
     pipe = Pipe(sys.stdin.buffer, os.fdopen(call["answers"], "wb"))
-    threading.Thread(target=_end_with_rank_0, name="end", daemon=True).start()
+    threading.Thread(target=_beat, args=(pipe,), name="beat", daemon=True).start()
     shape = GroupShape(**call["shape"])
     group = join_group(call["rank"], shape, Path(call["folder"]), call["is_gpu"])
     return call["spec"], group, pipe
 
 
-def _end_with_rank_0() -> None:
-    """End this process when its pipe ends, though it may be loading or waiting for a rank that is gone."""
-    pipe = select.poll()
-    pipe.register(sys.stdin, 0)  # a hang-up is always said
-    pipe.poll()
+def _beat(pipe: Pipe) -> None:
+    """Give signs of life, though this process may be loading or waiting, and end it with rank 0's pipe."""
+    rank_0 = select.poll()
+    rank_0.register(sys.stdin, 0)  # a hang-up is always said
+    with suppress(OSError):
+        while not rank_0.poll(1e3 * BEAT_S):
+            pipe.send(PipeFrame.ALIVE)
     os._exit(0)
 
 

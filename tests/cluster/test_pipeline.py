@@ -89,6 +89,21 @@ def test_a_stage_killed_mid_prompt_delays_the_answer_alone(smollm2, tmp_path):
         until(lambda: held_blocks(cluster) == 0)
 
 
+def test_a_node_of_which_a_rank_stands_still_while_idle_starts_again_and_others_serve_on(smollm2, tmp_path):
+    patient = SchedulerConfig(role_wait_s=240, patience_s=240, roles="fixed")
+    fields = {"kv_cache_gib": SMALL_CACHE_GIB, "scheduler": patient, "pipeline_parallel": 2}
+    with running(smollm2, tmp_path, of_decode={"pipeline_parallel": 2}, **fields) as cluster:
+        expected, _ = generated(cluster.grpc_address, [3, 4, 5], 4)
+        until(lambda: held_blocks(cluster) == 0)
+        before = epochs(cluster)
+        (stopped,) = other_ranks(cluster, "prefill-0")
+        os.kill(stopped, signal.SIGSTOP)
+        until(lambda: epochs(cluster).get("prefill-0", before["prefill-0"]) != before["prefill-0"])
+        assert not is_there(stopped)
+        assert generated(cluster.grpc_address, [3, 4, 5], 4)[0] == expected
+        assert epochs(cluster)["decode-0"] == before["decode-0"]
+
+
 def test_a_group_that_loses_a_rank_and_starts_cold_has_its_prefix_from_another_group(smollm2, tmp_path):
     """By way of their stores: what the decode node's ranks hold is lent, and each rank loads its part."""
     prompt = [31 + (13 * index) % 20_000 for index in range(500)]

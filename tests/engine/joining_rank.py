@@ -1,5 +1,9 @@
-"""A rank that joins, for which it has to wait for rank 0."""
+"""A rank that joins, for which it has to wait for rank 0; its argument is the time between two beats."""
 
-from engine.ranks import join_ranks
+import sys
 
-join_ranks()
+import engine.ranks
+
+if sys.argv[1:]:
+    engine.ranks.BEAT_S = float(sys.argv[1])
+engine.ranks.join_ranks()

@@ -1,6 +1,7 @@
 """An engine of several ranks says what one says, token for token, and leaves no process behind."""
 
 import asyncio
+import json
 import os
 import queue
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from base.request import FinishReason, SamplingParams
 from engine.batch import batch_from_numbers, batch_numbers, build_batch
 from engine.build import build_engine
 from engine.rank_group import GroupShape
-from engine.ranks import Ranks
+from engine.ranks import Pipe, PipeFrame, Ranks
 from engine.step import StepEntry, StepPlan
 from tests.engine.builders import make_sequence, run_sequences
 from tests.engine.test_gpu_model import make_family
@@ -182,6 +184,46 @@ def test_what_a_rank_prints_before_it_joins_goes_to_the_log(capfd: pytest.Captur
         assert capfd.readouterr() == ("", "some library says hello\n")
     finally:
         ranks.close()
+
+
+def test_a_rank_that_stands_still_is_lost_and_ended_though_no_step_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.ranks.BEAT_S", 0.05)
+    ranks = Ranks(GroupShape(stages=3))
+    lost = threading.Event()
+    try:
+        for _ in range(2):
+            ranks.start("tests.engine.joining_rank", {})
+        for pid in ranks.pids():
+            os.kill(pid, signal.SIGSTOP)
+        ranks.on_lost(lost.set)
+        ranks.is_starting = False
+        assert lost.wait(60)
+        with pytest.raises(LostError):
+            ranks.wait_ran([1], 1)
+        for pid in ranks.pids():  # none keeps its memory
+            assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None
+    finally:
+        ranks.close(0.0)
+
+
+def test_a_rank_shows_that_it_lives_while_it_loads_and_waits(tmp_path: Path) -> None:
+    source, sink = os.pipe()
+    command = [sys.executable, "-m", "tests.engine.joining_rank", "0.01"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[sink]) as rank:
+        os.close(sink)
+        assert rank.stdin is not None
+        pipe = Pipe(os.fdopen(source, "rb"), rank.stdin)
+        try:
+            shape = asdict(GroupShape(stages=2))
+            call = {"rank": 1, "answers": sink, "shape": shape, "folder": str(tmp_path), "is_gpu": False}
+            rank.stdin.write(json.dumps(call).encode() + b"\n")
+            rank.stdin.flush()
+            assert [pipe.receive() for _ in range(3)] == [(PipeFrame.ALIVE, b"")] * 3
+        finally:
+            pipe.close()
+            rank.wait(60)
 
 
 def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
