@@ -146,6 +146,8 @@ def _require_fitting(config: EngineConfig, folder: Path) -> None:
     text = model_config(folder).get_text_config()
     if config.tensor_parallel > 1:
         require_divisible(heads_of(text), config.tensor_parallel)
+    if config.pipeline_parallel > 1:
+        split_layers(text.num_hidden_layers, config.pipeline_parallel, config.stage_layers)
     if config.max_model_len:
         _max_model_len(config, num_positions(text))
     if config.kv_dtype == "fp8" and getattr(text, "kv_lora_rank", None):

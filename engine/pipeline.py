@@ -33,13 +33,16 @@ def split_layers(num_layers: int, num_stages: int, wanted: tuple[int, ...] = ())
 
     Raises ConfigError if `wanted` is not such a split, or a stage would have no layer."""
     if num_stages > num_layers:
-        raise ConfigError(f"pipeline_parallel: {num_stages} stages of {num_layers} layers")
+        raise ConfigError(
+            f"pipeline_parallel: {num_stages} stages of {num_layers} layers; choose {num_layers} at most"
+        )
     if not wanted:
         share, rest = divmod(num_layers, num_stages)
         return tuple(share + (stage < rest) for stage in range(num_stages))
     if len(wanted) != num_stages or sum(wanted) != num_layers or min(wanted) < 1:
         raise ConfigError(
-            f"stage_layers: {list(wanted)} is not a split of {num_layers} layers into {num_stages} stages"
+            f"stage_layers: {list(wanted)} is not a split of {num_layers} layers into {num_stages} stages; "
+            f"their sum has to be {num_layers}"
         )
     return wanted
 

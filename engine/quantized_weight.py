@@ -252,7 +252,7 @@ def four_bit_group(out_features: int, in_features: int) -> int:
     for group in (*large, SMALL_GROUP, in_features):
         if in_features % group == 0 and group % 2 == 0:
             return group
-    raise ValueError(f"int4: {in_features} inputs are no even number")
+    raise ValueError(f"int4: {in_features} inputs are no even number; say quantization: int8")
 
 
 def _four_bits(weight: torch.Tensor, importance: torch.Tensor | None, group: int) -> Grid:

@@ -183,10 +183,16 @@ LATENT = {"model_type": "deepseek_v3"}
     ("more", "asked", "message"),
     [
         ({}, {"tensor_parallel": 4}, "^tensor_parallel: .*4 ranks; choose a divisor of 2$"),
+        ({}, {"pipeline_parallel": 3}, "^pipeline_parallel: 3 stages of 2 layers; choose 2 at most$"),
+        (
+            {},
+            {"pipeline_parallel": 2, "stage_layers": (2, 1)},
+            r"^stage_layers: \[2, 1\] is not a split of 2 layers into 2 stages; their sum has to be 2$",
+        ),
         ({}, {"max_model_len": 5000}, "^max_model_len: 5000 is asked for, and the model takes 4096$"),
         (LATENT, {"kv_dtype": "fp8"}, "^kv_dtype: fp8 is for K and V of heads"),
     ],
-    ids=["heads", "positions", "latents"],
+    ids=["heads", "stages", "layers of stages", "positions", "latents"],
 )
 def test_what_config_json_shows_is_refused_before_a_weight_is_read(
     folder: Path, tmp_path: Path, more: dict[str, object], asked: dict[str, object], message: str
@@ -197,6 +203,18 @@ def test_what_config_json_shows_is_refused_before_a_weight_is_read(
     config = dataclasses.replace(SMALL, quantization="int4", **asked)
     with pytest.raises(ConfigError, match=message):
         build_engine(config, str(tmp_path), SystemClock())
+
+
+def test_an_odd_number_of_inputs_is_served_in_the_eight_bits_that_its_refusal_names(
+    folder: Path, tmp_path: Path
+) -> None:
+    table = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(table | {"intermediate_size": 33}))
+    config = dataclasses.replace(SMALL, quantization="int4", random_weights=True)
+    with pytest.raises(ConfigError, match=r"int4: 33 inputs are no even number; say quantization: int8$"):
+        build_engine(config, str(tmp_path), SystemClock())
+    config = dataclasses.replace(config, quantization="int8")
+    assert build_engine(config, str(tmp_path), SystemClock()).quantization.format == "int8"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
