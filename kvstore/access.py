@@ -87,7 +87,7 @@ class LocalAccess:
         return self._store.reserve(chain, tenant)
 
     async def delete(self, chain: Sequence[BlockHash]) -> int:
-        return self._store.delete(chain)
+        return await self._store.delete(chain)
 
     async def report(self, block_hash: BlockHash) -> None:
         await self._store.report(block_hash)

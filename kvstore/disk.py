@@ -146,6 +146,7 @@ class DiskTier:
         """Slots that there was no room for."""
         self._num_bad = 0
         self._writing: set[BlockHash] = set()
+        self._num_erasing = 0
         self._sequence = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="disk")
         self.damaged = 0
@@ -187,7 +188,7 @@ class DiskTier:
             else:
                 old = self._slots.pop(header.block_hash, None)
                 if old is not None:
-                    self._free.append(old.index)
+                    await self._erase(old.index)
                 self._slots[header.block_hash] = _Slot(index, header.checksum)
                 self._sequence = max(self._sequence, header.sequence)
         return len(self._slots)
@@ -224,13 +225,13 @@ class DiskTier:
         slot.readers += 1
         return await uninterrupted(self._read(slot, block_hash, into))
 
-    def forget(self, block_hash: BlockHash) -> bool:
-        """Forget a block that nobody reads; return whether it is gone."""
+    async def forget(self, block_hash: BlockHash) -> bool:
+        """Forget a block that nobody reads, on disk too; return whether it is gone."""
         slot = self._slots.get(block_hash)
         if slot is not None and slot.readers == 0:
             del self._slots[block_hash]
-            self._free.append(slot.index)
             self.evicted.append(block_hash)
+            await uninterrupted(self._erase(slot.index))
         return block_hash not in self._slots
 
     def accounts(self) -> DiskAccounts:
@@ -238,7 +239,7 @@ class DiskTier:
         held = sum(slot.readers > 0 for slot in self._slots.values())
         return DiskAccounts(
             free=len(self._free) + len(self._unwritten) + self._num_slots - self._num_used,
-            in_transfer=len(self._writing),
+            in_transfer=len(self._writing) + self._num_erasing,
             cached=len(self._slots) - held,
             held=held,
             bad=self._num_bad,
@@ -266,7 +267,7 @@ class DiskTier:
         def write() -> int:
             length, whole = self._block_bytes, checksum(payload)
             header = RecordHeader(block_hash, length, sequence, block_checksum, whole)
-            return self._write_slot(index, header, payload)
+            return self._write_slot(index, encode_header(header), payload)
 
         error_number = await loop.run_in_executor(self._threads, write)
         self._writing.discard(block_hash)
@@ -287,8 +288,19 @@ class DiskTier:
             return slot.checksum
         self.damaged += 1
         event(log, "damaged record", level=logging.WARNING, slot=slot.index)
-        self.forget(block_hash)
+        await self.forget(block_hash)
         return None
+
+    async def _erase(self, index: int) -> None:
+        """Free a slot once no process after us would find its record."""
+        self._num_erasing += 1
+        loop = asyncio.get_running_loop()
+        error_number = await loop.run_in_executor(self._threads, self._write_slot, index, bytes(HEADER_BYTES))
+        self._num_erasing -= 1
+        if error_number:
+            self._give_up(index, error_number)
+        else:
+            self._free.append(index)
 
     # --- slots --------------------------------------------------------------------------
 
@@ -339,15 +351,16 @@ class DiskTier:
 
     # --- on threads ---------------------------------------------------------------------
 
-    def _write_slot(self, index: int, header: RecordHeader, payload: memoryview) -> int:
+    def _write_slot(self, index: int, header: bytes, *payload: memoryview) -> int:
         """Return 0, or the number of the error."""
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-        page[:] = encode_header(header)
+        page[:] = header
+        parts = [page, *payload]
         try:
-            written = self._file.write(index * self._slot_bytes, [page, payload])
+            written = self._file.write(index * self._slot_bytes, parts)
         except OSError as error:
             return error.errno or errno.EIO
-        return 0 if written == HEADER_BYTES + self._block_bytes else errno.ENOSPC
+        return 0 if written == sum(part.nbytes for part in parts) else errno.ENOSPC
 
     def _read_slot(self, index: int, block_hash: BlockHash, into: memoryview) -> bool:
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))

@@ -89,7 +89,7 @@ class StoreService(KvStoreServicer):
         return pb.PinResponse(ticket=pinned.ticket, num_blocks=pinned.num_blocks)
 
     async def Delete(self, request: pb.Chain, context: Context) -> pb.DeleteResponse:  # noqa: N802
-        return pb.DeleteResponse(num_blocks=self._store.delete(chain_from(request.hashes)))
+        return pb.DeleteResponse(num_blocks=await self._store.delete(chain_from(request.hashes)))
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.Empty:  # noqa: N802
         if len(request.hash) != HASH_BYTES:

@@ -208,16 +208,16 @@ class Store:
 
     # --- forgetting ---------------------------------------------------------------------
 
-    def delete(self, chain: Sequence[BlockHash]) -> int:
+    async def delete(self, chain: Sequence[BlockHash]) -> int:
         """Forget `chain` from its tail, as far as nothing needs it; return the blocks gone."""
         gone = self.pool.delete(chain)
+        self._withdraw(gone)
         if self.disk is not None:
             for block_hash in reversed(chain):
                 if block_hash in self.pool:
                     break
-                if block_hash in self.disk and self.disk.forget(block_hash):
+                if block_hash in self.disk and await self.disk.forget(block_hash):
                     gone.append(block_hash)
-        self._withdraw(gone)
         self._publish_evicted()
         return len(set(gone))
 
@@ -230,9 +230,10 @@ class Store:
             return False
         self.num_damaged += 1
         gone = self.pool.discard(block_hash)
-        if self.disk is not None:
-            self.disk.forget(block_hash)
         self._withdraw(gone)
+        if self.disk is not None:
+            await self.disk.forget(block_hash)
+            self._publish_evicted()
         event(log, "damaged block", level=logging.WARNING, forgotten=len(gone))
         return True
 

@@ -286,7 +286,7 @@ async def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing(call):
             assert (books.in_transfer, books.held) == (0, 0)
             assert node.agents[0].num_grants == 0
             if call == "save":
-                node.store.delete(CHAIN)
+                await node.store.delete(CHAIN)
 
 
 def random_parts(rng, layout):

@@ -182,7 +182,7 @@ async def test_a_load_that_is_cancelled_at_any_moment_holds_nothing():
             books = cold.store.pool.accounts()
             assert (books.in_transfer, books.held) == (0, 0)
             evict_all(cold.pool)
-            cold.store.delete(CHAIN)
+            await cold.store.delete(CHAIN)
         assert await cold.load(source) == 4
         assert cold.has(warm.whole)
 

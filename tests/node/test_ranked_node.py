@@ -53,7 +53,7 @@ async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(
         assert node.store.num_damaged == 1
         # and another node has it from here
         await alone.forget()
-        alone.store.delete(chain)
+        await alone.store.delete(chain)
         assert await alone.answer(PROMPT, await node.lent(PROMPT)) == (expected, FOUND)
         await node.saved(PROMPT)
         await node.end_loans()
@@ -74,7 +74,7 @@ async def test_a_prompt_is_continued_where_another_node_left_it_and_all_of_it_is
     ):
         expected, _ = await one.answer(PROMPT)
         await one.forget()
-        one.store.delete(await one.saved(PROMPT))
+        await one.store.delete(await one.saved(PROMPT))
         assert (await one.answer(half))[1] == 0
         assert await two.answer(PROMPT, await one.lent(half)) == (expected, len(PROMPT) // 2)
         await two.saved(PROMPT)
