@@ -22,6 +22,8 @@ HEADER_BYTES = 4096
 """One page: a payload after it can be read and written past the page cache."""
 MAGIC = b"CNDKVBLK"
 VERSION = 2
+MAX_SEQUENCE = 1 << 63
+"""As many numbers again are left for the records that follow: whoever writes counts on from what was found."""
 _FIELDS = struct.Struct(f"<8sII{HASH_BYTES}sQQQQ")
 _CRC = struct.Struct("<I")
 
@@ -62,6 +64,6 @@ def header_or_none(data: bytes | memoryview) -> RecordHeader | None:
     if len(tail) < _CRC.size or _CRC.unpack(tail)[0] != zlib.crc32(fields):
         return None
     magic, version, header_bytes, block_hash, length, sequence, *sums = _FIELDS.unpack(fields)
-    if magic != MAGIC or version != VERSION or header_bytes != HEADER_BYTES:
+    if magic != MAGIC or version != VERSION or header_bytes != HEADER_BYTES or sequence > MAX_SEQUENCE:
         return None
     return RecordHeader(BlockHash(block_hash), length, sequence, *sums)

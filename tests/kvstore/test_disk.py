@@ -173,6 +173,17 @@ async def test_bytes_of_somebody_else_are_free_slots(tmp_path):
     await tier.close()
 
 
+async def test_a_record_after_which_no_number_is_left_is_none_of_ours(tmp_path):
+    payload = payload_of(name_of(1))
+    last = RecordHeader(name_of(1), BLOCK_BYTES, 2**64 - 1, checksum(payload), checksum(payload))
+    (tmp_path / FILE_NAME).write_bytes(encode_header(last) + payload)
+    tier = await open_tier(tmp_path)
+    assert [await write(tier, number) for number in range(2, 4)] == [True] * 2
+    tier.check()
+    assert await reads(tier, 2)
+    await tier.close()
+
+
 async def test_a_tier_of_another_block_size_starts_empty(tmp_path):
     tier = await open_tier(tmp_path)
     await write(tier, 1)
