@@ -95,11 +95,14 @@ class BlockCache:
         clock: Clock,
         own: tuple[Member, Store] | None = None,
         reach: Callable[[str], StoreAccess] = RemoteAccess,
+        block_bytes: int = 0,
     ) -> None:
         """Begin. `own` is this process's store, where it saves and looks first; None: it has none.
 
-        `reach` makes the access to the member at an address.
+        `reach` makes the access to the member at an address. Blocks of other than `block_bytes` are neither
+        loaded nor saved; 0: of any length, for memory in which nothing lies beside them.
         """
+        self._block_bytes = block_bytes
         self._agent = agent
         self.directory = directory
         self._own = None if own is None else own[0]
@@ -325,6 +328,7 @@ class BlockCache:
         grant = leased.grant
         if grant is None or not len(leased.checksums) == len(grant.offsets) <= len(offsets):
             raise ProtocolError("a lease has an offset and a checksum for each block asked for")
+        self._require_whole(grant)
         offsets = offsets[: len(grant.offsets)]
         group_bytes = GROUP_BYTES if landing.sums is None else DEVICE_GROUP_BYTES
         group = max(1, group_bytes // grant.length)
@@ -384,9 +388,15 @@ class BlockCache:
         grant, missing = reserved.grant, reserved.missing
         if grant is None or len(missing) != len(grant.offsets) or max(missing) >= first + len(offsets):
             raise ProtocolError("a reservation has an offset for each block that is missing")
+        self._require_whole(grant)
         wanted = [offsets[index - first] for index in missing]
         pieces = pieces_of(source, wanted, grant.offsets, grant.length)
         await self._agent.write(member.peer, grant, pieces, priority=priority)
+
+    def _require_whole(self, grant: Grant) -> None:
+        """Raise ProtocolError unless a grant is of blocks: longer ranges reach what lies beside ours."""
+        if grant.length < 1 or self._block_bytes not in (0, grant.length):
+            raise ProtocolError(f"a block has {self._block_bytes} bytes, not {grant.length}")
 
 
 def _run_end(replicas: Sequence[Replicas], first: int, member: Member) -> int:

@@ -91,7 +91,7 @@ async def hosted_store(
     reach = partial(RemoteAccess, credentials=dialling_credentials(settings.tls, "tls"))
     directory = _directory(settings, clock, (member, store), reach)
     store.join(directory)
-    cache = BlockCache(agent, directory, clock, (member, store), reach)
+    cache = BlockCache(agent, directory, clock, (member, store), reach, settings.block_bytes)
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(keep_up(store)), tasks.create_task(_running(directory))]
@@ -120,11 +120,12 @@ async def block_cache(
     agent: TransferAgent,
     clock: Clock,
     tls: TlsConfig | None = None,
+    block_bytes: int = 0,
 ) -> AsyncIterator[BlockCache]:
     """A way into the cluster's cache for a process that has no store itself.
 
     Stores are found in Redis, or where no url is given by asking `peers`, addresses of all of them. With
-    `tls`, a node's certificate is shown to them and one asked for.
+    `tls`, a node's certificate is shown to them and one asked for. `block_bytes` is as for `BlockCache`.
     """
     reach = partial(RemoteAccess, credentials=dialling_credentials(tls or TlsConfig(), "tls"))
     directory: RedisDirectory | PeerDirectory
@@ -132,7 +133,7 @@ async def block_cache(
         directory = RedisDirectory(redis_url, clock, random.Random(agent.descriptor.epoch))
     else:
         directory = PeerDirectory(peers, clock, reach=reach)
-    cache = BlockCache(agent, directory, clock, reach=reach)
+    cache = BlockCache(agent, directory, clock, reach=reach, block_bytes=block_bytes)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(_running(directory))

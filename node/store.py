@@ -69,7 +69,8 @@ async def node_store(
         return made
 
     if not config.store.dram_gib:
-        async with block_cache(settings.redis_url, settings.peers, agent, clock, settings.tls) as cache:
+        found = settings.redis_url, settings.peers
+        async with block_cache(*found, agent, clock, settings.tls, settings.block_bytes) as cache:
             yield beside(one_segment(cache), None)
         return
     async with hosted_store(settings, agent, clock, metrics) as hosted:

@@ -121,11 +121,11 @@ class Cluster:
         self.stack.push_async_callback(node.leave)
         return node
 
-    async def client(self, transports=("tcp",), wrap=unwrapped):
-        """A program outside: an agent and a cache client without a store."""
+    async def client(self, transports=("tcp",), wrap=unwrapped, **options):
+        """A program outside: an agent and a cache client without a store; `options`: of the client."""
         clock = ManualClock()
         agent = await self.agent("outside", clock, transports, wrap)
-        cache = BlockCache(agent, MemoryDirectory(self.board), clock)
+        cache = BlockCache(agent, MemoryDirectory(self.board), clock, **options)
         self.stack.push_async_callback(cache.close)
         return cache, clock
 

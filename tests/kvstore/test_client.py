@@ -2,12 +2,17 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
+from base.checksum import checksum
 from base.errors import UnavailableError
+from base.grants import Operation
 from bench.faults.transport import Fault, FaultyTransport
 from kvstore.access import RemoteAccess
+from kvstore.context import private_segment
+from kvstore.store import Leased, OpenPut
 from tests.kvstore.cancelled import CancelledAt
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, load, running_cluster, save
 
@@ -51,6 +56,49 @@ async def test_an_outside_client_saves_and_loads(cluster):
     assert await load(cache, "abc") == 3
     assert await load(one.cache, "abc") == 3
     all_checked(one)
+
+
+class GenerousAccess:
+    """A store's, which lends ranges that are not as long as a block."""
+
+    def __init__(self, node, length):
+        self._node = node
+        self._length = length
+
+    def _grant(self, operation):
+        grant = self._node.agent.grant(self._node.store.segment, [0], 2 * BLOCK_BYTES, operation, 30.0)
+        return replace(grant, length=self._length)
+
+    async def lease(self, chain, first):
+        of_all = checksum(self._node.store.segment.memory[: self._length])
+        return Leased(1, 1, self._grant(Operation.READ), (of_all,))
+
+    async def reserve(self, chain, tenant):
+        return OpenPut(1, (0,), self._grant(Operation.WRITE))
+
+    async def commit(self, ticket, checksums):
+        return 1
+
+    async def release(self, ticket=None):
+        pass
+
+    abort = close = release
+
+
+@pytest.mark.parametrize("num_blocks", [0, 0.5, 2])
+async def test_a_store_whose_blocks_have_another_length_reaches_nothing_beside_ours(cluster, num_blocks):
+    one = await cluster.node("one")
+    await save(one.cache, "ab")
+    access = GenerousAccess(one, int(num_blocks * BLOCK_BYTES))
+    cache, clock = await cluster.client(reach=lambda address: access, block_bytes=BLOCK_BYTES)
+    ours = private_segment(2 * BLOCK_BYTES)
+    ours.memory[:] = b"x" * ours.num_bytes
+    assert await cache.load(chain_of("a"), ours, [0]) == 0
+    assert bytes(ours.memory) == b"x" * ours.num_bytes
+    clock.advance(31)  # it rests
+    before = bytes(one.store.segment.memory)
+    assert await cache.save(chain_of("a"), ours, [0], [1]) == 0
+    assert bytes(one.store.segment.memory) == before
 
 
 async def test_a_tail_without_its_head_is_not_saved(cluster):
