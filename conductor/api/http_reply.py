@@ -24,7 +24,7 @@ BODY_TIMEOUT_S = 30.0
 """The time from a call's first byte to its body's last. Calls in progress are bounded, so a body that
 trickles in takes a place from others."""
 JOINED_BYTES = 1 << 15
-"""A shorter answer is written at once."""
+"""A shorter answer is written at once, a longer one in pieces of this size."""
 JSON_HEADERS = {"content-type": "application/json"}
 JSON_PART_HEADERS = [(b"content-type", b"application/json")]
 """The headers of an answer that is written in parts, whose length nobody knows before."""
@@ -69,24 +69,24 @@ class Reply:
         num_bytes = sum(map(len, parts))
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._start(status, [*raw, (b"content-length", str(num_bytes).encode())])
-        if num_bytes > JOINED_BYTES:
-            for part in parts[:-1]:
-                await self._send({"type": "http.response.body", "body": bytes(part), "more_body": True})
-            parts = parts[-1:]
-        await self._send({"type": "http.response.body", "body": b"".join(parts)})
+        if num_bytes <= JOINED_BYTES:
+            parts = [b"".join(parts)]
+        for part in parts[:-1]:
+            await self._write(part)
+        await self._write(parts[-1], ends=True)
 
     async def event(self, events: str, headers: Sequence[tuple[bytes, bytes]] = STREAM_HEADERS) -> None:
         """Send a part of an event stream, or of what `headers` say; those of the first part count."""
         async with self._turn:
             if not self._is_started:
                 await self._start(200, headers)
-            await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+            await self._write(events.encode())
 
     async def end(self, events: str) -> None:
         """Send the last part of an event stream."""
         if not self._is_started:
             await self._start(200, STREAM_HEADERS)
-        await self._send({"type": "http.response.body", "body": events.encode()})
+        await self._write(events.encode(), ends=True)
 
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the answer, or as the event that ends a stream."""
@@ -95,6 +95,15 @@ class Reply:
                 await self.end(self._errors.event(error, self.request_id))
         else:
             await self.whole([self._errors.body(error, self.request_id)], error.status, error.headers)
+
+    async def _write(self, data: bytes | bytearray, ends: bool = False) -> None:
+        """Send a part of the body in pieces, each once most of those before it was read.
+
+        So the call lasts, and keeps its place, while more of it is held than a connection may hold."""
+        for at in range(0, len(data) or 1, JOINED_BYTES):
+            piece = bytes(data[at : at + JOINED_BYTES])
+            more = not ends or at + JOINED_BYTES < len(data)
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._is_started = True

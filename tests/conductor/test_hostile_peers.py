@@ -21,6 +21,7 @@ from base.link import LENGTH_BYTES
 from base.request import SampledToken
 from bench import virtual_loop
 from conductor.api import http_connection
+from conductor.api.http_reply import to_json
 from conductor.serving.generated import Generated
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
 from tests.conductor.dispatching import conductor
@@ -138,6 +139,27 @@ async def test_a_client_that_reads_nothing_of_its_answer_lets_go_of_its_request(
                 while not api.dispatcher.num_cancelled:
                     await asyncio.sleep(0)
         assert api.dispatcher.num_open == 0
+
+
+async def test_an_answer_keeps_its_place_until_its_client_has_read_it(model):
+    """Others would be let in while it is held: as many answers as there are connections."""
+    report = {"table": "x" * (32 * MEBI)}
+
+    async def replay(body):
+        return report
+
+    body, answer = b'{"nodes": ["1P1D"]}', to_json(report).encode()
+    head = b"POST /v1/replay HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving(model, lambda request: [], reports={"/v1/replay": replay}) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
+        writer.write(head + body)
+        async with asyncio.timeout(60):
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            assert api.completions.places.num_taken == 1
+            assert await reader.readexactly(len(answer)) == answer
+            while api.completions.places.num_taken:
+                await asyncio.sleep(0)
+        writer.close()
 
 
 async def read_to_its_end(call):
