@@ -23,7 +23,7 @@ HEADER_BYTES = 4096
 MAGIC = b"CNDKVBLK"
 VERSION = 2
 MAX_SEQUENCE = 1 << 63
-"""As many again are left for the records that follow: whoever writes counts on from what was found."""
+"""The highest number believed, from which whoever writes counts on: as many again are left."""
 _FIELDS = struct.Struct(f"<8sII{HASH_BYTES}sQQQQ")
 _CRC = struct.Struct("<I")
 

@@ -54,7 +54,7 @@ class Reply:
         """Called as the answer begins."""
         self._errors = errors
         self._send = send
-        self._is_started = False
+        self._is_started = self._is_whole = False
         # Choices write as their tokens come; a write that waits for a slow client must
         # not be overtaken.
         self._turn = asyncio.Lock()
@@ -66,7 +66,7 @@ class Reply:
         headers: Mapping[str, str] = JSON_HEADERS,
     ) -> None:
         """Send an answer that does not stream, without ever holding a long one as one."""
-        num_bytes = sum(map(len, parts))
+        self._is_whole, num_bytes = True, sum(map(len, parts))
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._start(status, [*raw, (b"content-length", str(num_bytes).encode())])
         if num_bytes <= JOINED_BYTES:
@@ -90,6 +90,8 @@ class Reply:
 
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the answer, or as the event that ends a stream."""
+        if self._is_whole:
+            return  # the connection is closed, and its client sees by the length that something is lacking
         if self._is_started:
             async with self._turn:
                 await self.end(self._errors.event(error, self.request_id))

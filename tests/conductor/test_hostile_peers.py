@@ -141,25 +141,44 @@ async def test_a_client_that_reads_nothing_of_its_answer_lets_go_of_its_request(
         assert api.dispatcher.num_open == 0
 
 
-async def test_an_answer_keeps_its_place_until_its_client_has_read_it(model):
-    """Others would be let in while it is held: as many answers as there are connections."""
-    report = {"table": "x" * (32 * MEBI)}
+REPORT = {"table": "x" * (32 * MEBI)}
+REPORTED = to_json(REPORT).encode()
+
+
+@contextlib.asynccontextmanager
+async def reporting(model, **options):
+    """A conductor that was asked for a long report, with the reader of its answer, whose head was read."""
 
     async def replay(body):
-        return report
+        return REPORT
 
-    body, answer = b'{"nodes": ["1P1D"]}', to_json(report).encode()
+    body = b'{"nodes": ["1P1D"]}'
     head = b"POST /v1/replay HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with serving(model, lambda request: [], reports={"/v1/replay": replay}) as api:
+    async with serving(model, lambda request: [], reports={"/v1/replay": replay}, **options) as api:
         reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
         writer.write(head + body)
         async with asyncio.timeout(60):
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
-            assert api.completions.places.num_taken == 1
-            assert await reader.readexactly(len(answer)) == answer
-            while api.completions.places.num_taken:
-                await asyncio.sleep(0)
+            yield api.completions.places, reader
         writer.close()
+
+
+async def test_an_answer_keeps_its_place_until_its_client_has_read_it(model):
+    """Others would be let in while it is held: as many answers as there are connections."""
+    async with reporting(model) as (places, reader):
+        assert places.num_taken == 1
+        assert await reader.readexactly(len(REPORTED)) == REPORTED
+        while places.num_taken:
+            await asyncio.sleep(0)
+
+
+async def test_an_answer_that_is_not_read_in_time_is_cut_off_with_nothing_else_in_it(model):
+    async with reporting(model, server=SHORT) as (places, reader):
+        while places.num_taken:
+            await asyncio.sleep(0)
+        came = await reader.read(-1)
+        assert len(came) < len(REPORTED)
+        assert REPORTED.startswith(came)
 
 
 async def read_to_its_end(call):
