@@ -21,6 +21,11 @@ async def uninterrupted(work: Awaitable[T]) -> T:
             await asyncio.wait([done])
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is not None:
+    try:
+        if cancelled is None:
+            return done.result()
+        if not done.cancelled():
+            done.exception()  # seen: else the loop logs one that nobody asked for
         raise cancelled
-    return done.result()
+    finally:
+        del work, done, cancelled  # they hold the error, whose traceback holds this frame
