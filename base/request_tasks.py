@@ -72,19 +72,23 @@ class RequestTasks:
         try:
             await work
         except Exception as error:
-            expected = first_serve_error(error)
-            if expected is None:
-                log.exception("request broke request_id=%s", request_id)
-                expected = LostError("an error inside the node; see its log")
-            event(
-                log,
-                "request failed",
-                level=logging.WARNING,
-                request_id=request_id,
-                reason=type(expected).__name__,
-                message=expected,
-            )
-            self._send(Failed(request_id, type(expected).__name__, str(expected)))
+            self._failed(request_id, error)
+
+    def _failed(self, request_id: RequestId, error: Exception) -> None:
+        """Answer; in a frame that the error's traceback does not hold, since this one holds the error."""
+        expected = first_serve_error(error)
+        if expected is None:
+            log.exception("request broke request_id=%s", request_id)
+            expected = LostError("an error inside the node; see its log")
+        event(
+            log,
+            "request failed",
+            level=logging.WARNING,
+            request_id=request_id,
+            reason=type(expected).__name__,
+            message=expected,
+        )
+        self._send(Failed(request_id, type(expected).__name__, str(expected)))
 
 
 def first_serve_error(error: BaseException) -> ServeError | None:

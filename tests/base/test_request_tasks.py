@@ -8,6 +8,7 @@ import pytest
 from base.errors import CapacityError, ChecksumError
 from base.messages import Failed
 from base.request_tasks import RequestTasks, first_serve_error
+from tests.uncollected import uncollected
 
 
 class Held:
@@ -155,3 +156,19 @@ async def test_a_second_release_does_not_interrupt_what_the_first_lets_go_of():
         await tasks.idle()
     assert let_go == ["r"]
     assert sent == []
+
+
+@pytest.mark.parametrize("error", [CapacityError("no blocks"), KeyError("oops")])
+async def test_a_failure_leaves_nothing_for_the_garbage_collector(error):
+    sent, kind, text = [], type(error), str(error)
+    del error
+
+    async def fail():
+        raise kind(text)
+
+    with uncollected() as left:
+        async with asyncio.TaskGroup() as group:
+            tasks = RequestTasks(group, sent.append)
+            tasks.start("r", fail())
+            await tasks.idle()
+        assert (len(sent), left(BaseException)) == (1, [])
