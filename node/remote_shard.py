@@ -81,12 +81,15 @@ class RemoteShard:
         self._waiting[call.call_id] = answer
         try:
             self._ranks.send(self._rank, call.SerializeToString())
-            return await asyncio.shield(answer)
+            found = await asyncio.shield(answer)
         except asyncio.CancelledError:
             await uninterrupted(self._cancelled(call.call_id, answer))
             raise
         finally:
             del self._waiting[call.call_id]
+        if found.reason:
+            raise error_named(found.reason, found.message)
+        return found
 
     async def _cancelled(self, call_id: int, answer: Answer) -> None:
         with suppress(ServeError):
@@ -97,11 +100,7 @@ class RemoteShard:
     def _answered(self, message: bytes) -> None:
         answer = pb.RankAnswer.FromString(message)
         waiting = self._waiting.get(answer.call_id)
-        if waiting is None or waiting.done():
-            return
-        if answer.reason:
-            waiting.set_exception(error_named(answer.reason, answer.message))
-        else:
+        if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
 

@@ -11,6 +11,7 @@ from base.kv_layout import KvPart
 from engine.arrivals import ArrivingBlocks
 from node.remote_shard import RemoteShard, ShardServer
 from protos import ranks_pb2 as pb
+from tests.uncollected import uncollected
 from transfer.shard import BlockMove
 
 PART = KvPart(0, 2, 0, 2)
@@ -187,3 +188,18 @@ async def test_no_step_waits_for_a_read_that_has_ended_somehow(how):
     assert arriving.of([5]) == []
     if how != "is cancelled before it began":
         arrivals.wait_for_all()
+
+
+async def test_an_error_leaves_nothing_for_the_garbage_collector():
+    _, _, remote = ends(TransferFailedError("the peer is gone"))
+
+    async def failed():
+        try:
+            await remote.sums([0], PART)
+        except TransferFailedError as error:
+            return str(error)
+
+    with uncollected() as left:
+        assert await failed() == "the peer is gone"
+        await asyncio.sleep(0)
+        assert left(asyncio.Future) == []
