@@ -128,9 +128,8 @@ async def read_body(
         BodyError: the body is too long or comes too slowly.
         ClientGoneError: the client left while sending it.
     """
-    too_long = BodyError(413, f"the body is longer than {max_bytes} bytes")
     if declared_bytes > max_bytes:
-        raise too_long
+        raise _too_long(max_bytes)
     parts: list[bytes] = []
     num_bytes = 0
     with Alarm(_too_slow) as alarm:
@@ -144,7 +143,7 @@ async def read_body(
                 num_bytes += len(part)
                 arrived(len(part))
                 if num_bytes > max_bytes:
-                    raise too_long
+                    raise _too_long(max_bytes)
                 if not message.get("more_body"):
                     break
         finally:
@@ -158,6 +157,10 @@ class BodyError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def _too_long(max_bytes: int) -> BodyError:
+    return BodyError(413, f"the body is longer than {max_bytes} bytes")
 
 
 def _too_slow() -> BodyError:

@@ -11,12 +11,14 @@ import pytest
 
 from base.errors import SloUnreachableError
 from base.request import RequestId
+from conductor.api.http_reply import BodyError
 from conductor.placing.fair_queue import Criticality, Waiting
 from conductor.placing.placement_queue import PlacementQueue
 from conductor.serving.waiting import wait_until_placed
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import MODEL, serving
 from tests.manual_clock import ManualClock
+from tests.uncollected import uncollected
 
 BODY = json.dumps({"model": MODEL, "prompt": "hello", "stream": True}).encode()
 
@@ -54,6 +56,23 @@ async def test_a_rejected_http_call_leaves_nothing_to_collect(model, num_kept):
         writer.close()
         await api.completions.wait_idle()
         assert num_kept() <= 1
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+async def test_a_body_that_is_too_long_leaves_nothing_to_collect(model, is_declared):
+    """Its bytes are in the frames that read it."""
+    length = b"Content-Length: 4000000" if is_declared else b"Transfer-Encoding: chunked"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % length
+    body = b"" if is_declared else b"%x\r\n%b\r\n" % (1 << 18, b"x" * (1 << 18)) * 8
+    async with serving(model, rejected) as api:
+        with uncollected() as left:
+            reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
+            writer.write(head + body)
+            assert (await reader.readuntil(b"\r\n")).split()[1] == b"413"
+            writer.close()
+            await api.completions.wait_idle()
+            await asyncio.sleep(0)
+            assert left(BodyError) == []
 
 
 async def test_a_rejected_grpc_call_leaves_nothing_to_collect(model, num_kept):
