@@ -1,8 +1,11 @@
 """What browsers, probes and tools ask of the HTTP listener beside the API itself."""
 
+import threading
+
 import httpx
 import pytest
 
+from conductor.api import routes
 from tests.conductor.fakes import MODEL, serving, spoken
 
 CHAT = "/v1/chat/completions"
@@ -19,6 +22,21 @@ async def test_the_description_is_served_and_names_the_routes_it_stands_beside(m
         described = (await client.get("/openapi.json")).json()
     assert described["openapi"].startswith("3.")
     assert {CHAT, "/health", "/openapi.json"} <= described["paths"].keys()
+
+
+async def test_nobody_waits_while_the_description_is_made(model, monkeypatch):
+    """It takes 80 ms, and needs no key."""
+    makers = []
+    monkeypatch.setattr(routes, "openapi", lambda: makers.append(threading.get_ident()) or {})
+    routes.openapi_json.cache_clear()
+    try:
+        async with serving(model, answering(model)) as api, httpx.AsyncClient(base_url=api.url) as client:
+            for _ in range(2):
+                assert (await client.get("/openapi.json")).json() == {}
+    finally:
+        routes.openapi_json.cache_clear()
+    assert len(makers) == 1
+    assert threading.get_ident() not in makers
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/version", "/ui", "/openapi.json"])
