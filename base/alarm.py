@@ -44,8 +44,11 @@ class Alarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Who holds the alarm does not hold the task, which holds a cancellation that it ends with.
+        task = self._task
+        del self._task
         # Taken back whatever came of the block: with a count that is left, later alarms take their
         # own ring for a cancellation from outside.
-        is_ours = self._has_rung and self._task.uncancel() <= self._num_before
+        is_ours = self._has_rung and task.uncancel() <= self._num_before
         if is_ours and kind is asyncio.CancelledError:
             raise self._error() from None

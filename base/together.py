@@ -3,20 +3,26 @@
 Not `asyncio.TaskGroup`, which ends its own task's wait by cancelling it. Before Python 3.13 that cancellation
 stays in the task's count when the group fails at its end, and one from outside that comes in the same turn is
 raised as the group's error: who handles the error and goes on can be cancelled no more as it should be. Here
-the task's count is changed by nobody but those who cancel it.
+the task's count is changed by nobody but those who cancel it. And what leaves a group, a cancellation too, is
+held by the group's own frame, which its traceback holds: it waits for the garbage collector, with all that
+the frames above hold.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, TypeAlias, TypeVar
 
+from base.alarm import Alarm
 from base.uninterrupted import uninterrupted
 
 T = TypeVar("T")
+
+Begin: TypeAlias = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Begins work beside the body of `beside`."""
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -83,12 +89,51 @@ async def merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T
         del failed
 
 
+class _BesideFailedError(Exception):
+    """Work beside a body has failed."""
+
+
+@asynccontextmanager
+async def beside() -> AsyncIterator[Begin]:
+    """Give the body what begins work beside it; it is left when all of that has ended.
+
+    The first failure, of the body or of the work, ends the others, and is raised alone.
+    """
+    running: set[asyncio.Task[None]] = set()
+    failed: list[asyncio.Task[None]] = []
+    is_ending = False
+
+    def ended(task: asyncio.Task[None]) -> None:
+        running.discard(task)
+        if _has_failed(task) and not is_ending and not failed:
+            failed.append(task)
+            alarm.ring()
+
+    def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        running.add(task)
+        task.add_done_callback(ended)
+        return task
+
+    with suppress(_BesideFailedError), Alarm(_BesideFailedError) as alarm:
+        try:
+            yield begin
+            while running:
+                await asyncio.wait(running)
+        finally:
+            is_ending = True
+            await _ended(running)
+    if failed:
+        failed.pop().result()
+
+
 def _has_failed(task: asyncio.Future[T]) -> bool:
     return not task.cancelled() and task.exception() is not None
 
 
 async def _ended(tasks: Iterable[asyncio.Future[T]]) -> None:
     """Cancel those that run, and return when all have ended, whoever cancels meanwhile."""
+    tasks = list(tasks)
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()

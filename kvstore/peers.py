@@ -8,12 +8,12 @@ answer is left out, and rests.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from base.block_hash import BlockHash
 from base.clock import Clock
 from base.errors import ServeError
+from base.together import together
 from kvstore.access import RemoteAccess, note_failure, resting_peers
 from kvstore.directory import Replicas
 from kvstore.store import Store
@@ -63,13 +63,12 @@ class PeerDirectory:
 
     async def _ask(self, chain: Sequence[BlockHash]) -> list[tuple[Member, int]]:
         """Return each member that answers, with its match."""
-        async with asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(self._match(address, access, chain))
-                for address, access in self._accesses.items()
-                if address not in self._resting
-            ]
-        answers = [answer for task in asked if (answer := task.result()) is not None]
+        asked = await together(
+            self._match(address, access, chain)
+            for address, access in self._accesses.items()
+            if address not in self._resting
+        )
+        answers = [answer for answer in asked if answer is not None]
         if self._own is not None:
             answers.insert(0, (self._own[0], self._own[1].match(chain).num_blocks))
         self._answered = [member for member, _ in answers]

@@ -22,6 +22,7 @@ from base.errors import DeadlineError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
 from base.request import FinishReason, Pooling
 from base.request_tasks import RequestTasks
+from base.together import Begin, beside
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, sequence_of
 from engine.step import LaunchedChunk, SequenceOutput
@@ -166,8 +167,8 @@ class PrefillRole:
                 await self._engine.grammars.constrain(sequence)
                 prefix.give_to(sequence, self._kv.layout.block_size)
                 self._engine.add(sequence, listen, news.put_nowait if sender else None)
-                async with asyncio.TaskGroup() as writes:
-                    first, num_chunks = await self._compute(sequence, sender, news, writes)
+                async with beside() as begin:
+                    first, num_chunks = await self._compute(sequence, sender, news, begin)
                     computed_at_s = self._clock.now_s()
                 if not await prefix.is_intact():
                     return None
@@ -205,7 +206,7 @@ class PrefillRole:
         sequence: Sequence,
         sender: KvSender | None,
         news: asyncio.Queue[SequenceOutput | LaunchedChunk],
-        writes: asyncio.TaskGroup,
+        begin: Begin,
     ) -> tuple[SequenceOutput, int]:
         """Return the output with the first token, or a vector's last, and how many steps it took.
 
@@ -216,13 +217,13 @@ class PrefillRole:
             output = await news.get()
             if isinstance(output, LaunchedChunk):
                 assert sender is not None, "only a sender asks for launches"
-                sender.send_launched(writes, output)
+                sender.send_launched(begin, output)
                 continue
             num_chunks += 1
             if output.finish_reason is FinishReason.ERROR:
                 raise failure_of(sequence)
             if sender is not None:
-                sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
+                sender.send_finished(begin, sequence.block_table, sequence.num_computed_tokens)
             if output.tokens or output.finish_reason is not None:
                 return output, num_chunks
 

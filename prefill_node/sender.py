@@ -12,8 +12,9 @@ it to another before the write is over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from base.clock import Clock
 from base.errors import LostError, ProtocolError
@@ -21,6 +22,7 @@ from base.grants import RankGrant
 from base.kv_layout import KvPart
 from base.messages import Prefill, PrefillTimes
 from base.request import RequestId
+from base.together import Begin, together
 from engine.block_pool import BlockPool
 from engine.step import LaunchedChunk, LayerGroup
 from transfer.shard import BlockMove, KvShard, NodeKv
@@ -93,7 +95,7 @@ class KvSender:
         blocks = range(self._message.first_block, self._num_sent)
         return tuple(self._checksums[path.part, block] for path in self._paths for block in blocks)
 
-    def send_launched(self, writes: asyncio.TaskGroup, chunk: LaunchedChunk) -> None:
+    def send_launched(self, begin: Begin, chunk: LaunchedChunk) -> None:
         """Start writing what a chunk will have finished, by groups of layers as they are computed.
 
         What was finished before it, a prefix that was matched, need not wait for anything; one that is still
@@ -105,13 +107,13 @@ class KvSender:
         if entry.sequence.arrivals is None:
             # Earlier chunks may be under way too: they were sent as they were launched, or are with this one.
             computed = min(entry.start, entry.sequence.num_computed_tokens)
-            self.send_finished(writes, entry.block_table, computed)
+            self.send_finished(begin, entry.block_table, computed)
         if chunk.groups:
-            self.send_finished(writes, entry.block_table, entry.context_len, chunk.groups)
+            self.send_finished(begin, entry.block_table, entry.context_len, chunk.groups)
 
     def send_finished(
         self,
-        writes: asyncio.TaskGroup,
+        begin: Begin,
         block_table: Sequence[int],
         num_tokens: int,
         groups: tuple[LayerGroup, ...] = (),
@@ -132,7 +134,7 @@ class KvSender:
         if num_finished > self._num_sent:
             first, self._num_sent = self._num_sent, num_finished
             block_ids = list(block_table[first:num_finished])
-            write = writes.create_task(self._write(first, block_ids, groups))
+            write = begin(self._write(first, block_ids, groups))
             # Not in the task itself: one that is cancelled before it begins runs no `finally`.
             self._pool.hold(block_ids)
             write.add_done_callback(lambda _: self._pool.release(block_ids))
@@ -152,16 +154,17 @@ class KvSender:
             await self._write_layers(first, block_ids, layers)
 
     async def _write_layers(self, first: int, block_ids: list[int], layers: KvPart) -> None:
-        async with asyncio.TaskGroup() as both:
-            for path in self._paths:
-                part = path.part.overlap(layers)
-                if part is None:
-                    continue
-                if part.first_layer + part.num_layers == path.part.first_layer + path.part.num_layers:
-                    # Of all that goes on this path, once. Before the write: a thread does it, and
-                    # what launches a write does not.
-                    both.create_task(self._sum(path, first, block_ids))
-                both.create_task(self._send(path, first, block_ids, part))
+        work: list[Coroutine[Any, Any, None]] = []
+        for path in self._paths:
+            part = path.part.overlap(layers)
+            if part is None:
+                continue
+            if part.first_layer + part.num_layers == path.part.first_layer + path.part.num_layers:
+                # Of all that goes on this path, once. Before the write: a thread does it, and
+                # what launches a write does not.
+                work.append(self._sum(path, first, block_ids))
+            work.append(self._send(path, first, block_ids, part))
+        await together(work)
 
     async def _sum(self, path: _Path, first: int, block_ids: list[int]) -> None:
         sums = await path.shard.sums(block_ids, path.part)

@@ -7,7 +7,8 @@ from contextlib import aclosing
 
 import pytest
 
-from base.together import merged, together
+from base.together import beside, merged, together
+from tests.uncollected import uncollected
 
 
 class BrokenError(Exception):
@@ -167,3 +168,115 @@ async def test_a_merged_failure_leaves_nothing_for_the_garbage_collector():
         assert errors[0]() is None
     finally:
         gc.enable()
+
+
+async def test_work_beside_a_body_ends_before_it_is_left():
+    ended = []
+
+    async def work(number):
+        await asyncio.sleep(0)
+        ended.append(number)
+
+    async with beside() as begin:
+        for number in range(3):
+            begin(work(number))
+    assert sorted(ended) == [0, 1, 2]
+
+
+async def test_a_failure_beside_ends_the_body_and_the_others_and_is_raised_alone():
+    fails, ended = asyncio.Event(), []
+
+    async def slow():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("slow")
+
+    async def work():
+        async with beside() as begin:
+            begin(slow())
+            begin(failing(fails))
+            begin(failing(fails))
+            try:
+                fails.set()
+                await asyncio.Event().wait()
+            finally:
+                ended.append("body")
+
+    with pytest.raises(BrokenError):
+        await work()
+    assert ended == ["body", "slow"]
+    assert asyncio.current_task().cancelling() == 0
+
+
+async def test_a_body_that_fails_ends_what_is_beside_it():
+    ended = []
+
+    async def slow():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("slow")
+            raise LookupError
+
+    async def work():
+        async with beside() as begin:
+            begin(slow())
+            await asyncio.sleep(0)
+            raise BrokenError
+
+    with pytest.raises(BrokenError):
+        await work()
+    assert ended == ["slow"]
+
+
+@pytest.mark.parametrize("is_body_over", [False, True])
+async def test_a_cancellation_ends_a_body_and_what_is_beside_it(is_body_over):
+    begun, ended = asyncio.Event(), []
+
+    async def slow():
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("slow")
+
+    async def work():
+        async with beside() as begin:
+            begin(slow())
+            if not is_body_over:
+                await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(work())
+    await asyncio.wait_for(begun.wait(), 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["slow"]
+
+
+@pytest.mark.parametrize("fault", ["fails beside", "the body fails", "cancelled"])
+async def test_the_end_of_a_body_leaves_nothing_for_the_garbage_collector(fault):
+    fails = asyncio.Event()
+
+    async def work():
+        async with beside() as begin:
+            begin(failing(fails))
+            await asyncio.sleep(0)
+            if fault == "fails beside":
+                fails.set()
+            elif fault == "the body fails":
+                raise BrokenError
+            else:
+                asyncio.current_task().cancel()
+            await asyncio.Event().wait()
+
+    with uncollected() as left:
+        task = asyncio.ensure_future(work())
+        await asyncio.wait([task])
+        assert task.cancelled() or isinstance(task.exception(), BrokenError)
+        del task
+        await asyncio.sleep(0)
+        assert left(BaseException) == []

@@ -32,7 +32,7 @@ async def test_every_rank_gets_its_part_of_every_block(source, target):
             message = Prefill(asked, decode.agents[0].descriptor, told.grant, 0, None, told.ranks)
             sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())
             async with asyncio.TaskGroup() as writes:
-                sender.send_finished(writes, computed, 40)
+                sender.send_finished(writes.create_task, computed, 40)
             start = Start(asked.request_id, 1, sender.checksums, sender.parts)
             await reservation.close()
             await require_intact(decode.kv, reservation, start)

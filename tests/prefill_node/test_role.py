@@ -297,11 +297,11 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
     written = Written()
     sender, grant = sending(both, 2, [written])
     async with asyncio.TaskGroup() as writes:
-        sender.send_finished(writes, [], 32)
+        sender.send_finished(writes.create_task, [], 32)
         assert prefill.pool.num_held == 0
         computed = prefill.pool.allocate(2)
         prefill.cache.heads()[computed] = 7
-        sender.send_finished(writes, computed, 32)
+        sender.send_finished(writes.create_task, computed, 32)
     assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(sender.checksums)
     assert decode.cache.heads()[11].unique().tolist() == [7.0]
     assert written.parts == [(prefill.kv.whole, 2)], "an observer is notified of what was written, once"
@@ -316,7 +316,8 @@ async def test_blocks_of_a_chunk_whose_sequence_was_preempted_since_are_somebody
     others = prefill.pool.allocate(2)
     prefill.cache.heads()[others] = 7
     async with asyncio.TaskGroup() as writes:
-        sender.send_launched(writes, LaunchedChunk(StepEntry(sequence, 0, 32, tuple(others), True), groups))
+        chunk = LaunchedChunk(StepEntry(sequence, 0, 32, tuple(others), True), groups)
+        sender.send_launched(writes.create_task, chunk)
     assert not decode.cache.heads().any()
     prefill.pool.release(others)
     assert prefill.pool.num_held == 0
@@ -338,8 +339,10 @@ async def test_a_chunk_under_way_that_reports_no_layers_is_sent_with_those_of_th
 
     groups = (LayerGroup(0, LAYOUT.num_layers, compute_both),)
     async with asyncio.TaskGroup() as writes:
-        sender.send_launched(writes, LaunchedChunk(StepEntry(sequence, 16, 16, tuple(blocks), False), ()))
-        sender.send_launched(writes, LaunchedChunk(StepEntry(sequence, 32, 16, tuple(blocks), True), groups))
+        chunk = LaunchedChunk(StepEntry(sequence, 16, 16, tuple(blocks), False), ())
+        sender.send_launched(writes.create_task, chunk)
+        chunk = LaunchedChunk(StepEntry(sequence, 32, 16, tuple(blocks), True), groups)
+        sender.send_launched(writes.create_task, chunk)
         while not decode.cache.heads()[11].any():
             await asyncio.sleep(0)
         for _ in range(200):  # what may leave now does
@@ -358,7 +361,7 @@ async def test_blocks_of_a_write_that_never_began_are_given_back(both):
 
     async def broken():
         async with asyncio.TaskGroup() as writes:
-            sender.send_finished(writes, computed, 32)
+            sender.send_finished(writes.create_task, computed, 32)
             raise LostError("the group ends before its tasks begin")
 
     with pytest.raises(BaseExceptionGroup):
