@@ -100,10 +100,12 @@ class Completion:
             except asyncio.CancelledError as error:
                 cancelled = error
                 cancel()
-        if cancelled is not None:
-            raise cancelled
-        if self._error is not None:
-            raise self._error
+        failed, self._error = cancelled or self._error, None
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del cancelled, failed  # whose traceback holds this frame
 
     def _end(self) -> None:
         self.is_over = True

@@ -10,9 +10,10 @@ import pytest
 
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.errors import ProtocolError, TransferFailedError
+from base.errors import ProtocolError, StaleError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from tests.transfer.rdma.made_up_rails import FakeRail
+from tests.uncollected import uncollected
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.owned.board import MAX_SEGMENTS
@@ -137,3 +138,39 @@ async def test_more_shared_segments_than_the_board_shows_are_refused() -> None:
             owner.allocate(1)
         with pytest.raises(ValueError, match=f"at most {MAX_SEGMENTS}"):
             owner.allocate(1)
+
+
+async def failed_write(asker, source, owner, grant):
+    try:
+        await asker.write(owner, grant, pieces_of(source, [0], [0], source.num_bytes))
+    except (StaleError, TransferFailedError) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_a_write_that_is_refused_leaves_nothing_for_the_garbage_collector(transport, num_bytes) -> None:
+    config = TransferConfig(transports=(transport,))
+    async with agent(transports=(transport,)) as owner, TransferAgent("b", 2, config, SystemClock()) as asker:
+        target, source = owner.allocate(num_bytes), asker.allocate(num_bytes)
+        grant = owner.grant(target, (0,), num_bytes, Operation.WRITE, 10.0)
+        await owner.revoke(grant)
+        with uncollected() as left:
+            assert await failed_write(asker, source, owner.descriptor, grant) is StaleError
+            await asyncio.sleep(0)
+            assert left(BaseException) == []
+
+
+@pytest.mark.parametrize("num_bytes", [100, 20 << 20])
+async def test_a_peer_that_cannot_be_reached_leaves_nothing_for_the_garbage_collector(num_bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    peer = PeerDescriptor("peer", 9, (Endpoint("tcp", address),))
+    grant = Grant(1, 1 << 16, Operation.WRITE, (0,), num_bytes, 10.0)
+    async with agent(transports=("tcp",)) as asker:
+        source = asker.allocate(num_bytes)
+        with uncollected() as left:
+            for _ in range(3):
+                assert await failed_write(asker, source, peer, grant) is TransferFailedError
+            await asyncio.sleep(0)
+            assert left(BaseException) == []

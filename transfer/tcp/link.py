@@ -14,6 +14,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -286,6 +287,7 @@ class ClientLink:
             self._poller.forget(sock.fileno())
             sock.close()
         for frame in frames:
-            frame.owner.end(self._error)
+            # Each its own: who raises one holds the link, which would hold it.
+            frame.owner.end(copy(self._error))
         if is_first:
             self._when_closed()

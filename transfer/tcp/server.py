@@ -297,7 +297,7 @@ class _ServerLink:
         try:
             views = self._desk.holdings.views(segment_id, generation, operation, *ranges)
         except ServeError as error:
-            return Incoming(detached=True, error=error)
+            return Incoming(detached=True, error=error.with_traceback(None))
         return Incoming(views, generation) if kind is FrameKind.WRITE else Incoming(answer=views)
 
     def _staged(self, header: Header, table: memoryview, operation: Operation, staging: Staging) -> Incoming:
@@ -314,7 +314,7 @@ class _ServerLink:
             if buffer is None:
                 buffer = self._buffers[header.segment_id] = staging.buffer()
         except ServeError as error:
-            return Incoming(detached=True, error=error)
+            return Incoming(detached=True, error=error.with_traceback(None))
         arrived = partial(staging.put, buffer, offsets, lengths)
         return Incoming((buffer.memory[: header.num_bytes],), header.generation, arrived=arrived)
 
@@ -346,7 +346,7 @@ class _ServerLink:
         try:
             self._desk.holdings.grants.require_live(header.generation)
         except ServeError as error:
-            return error
+            return error.with_traceback(None)
         return StaleError("the grant was revoked")
 
 

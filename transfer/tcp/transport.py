@@ -156,6 +156,7 @@ class _Batch:
             is_last = self._left == 0
         if is_last:
             self.completion.end(self._error)
+            self._error = None  # who raises it holds the batch
         elif is_first:
             self.completion.on_loop(self.cancel)
 
