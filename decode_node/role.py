@@ -113,11 +113,14 @@ class DecodeRole:
         answer = TokenStream(sequence.request_id, self._send)
         with self._held(reservation.block_ids):
             proof = intact_in_order(self._kv, reservation, start)
-            await self._engine.grammars.constrain(sequence)
-            if proof is None:
-                await require_intact(self._kv, reservation, start, LAST)
-            self._engine.add(sequence, answer.on_output)
-            await (proof or require_intact(self._kv, reservation, start, ALL_BUT_LAST))
+            try:
+                await self._engine.grammars.constrain(sequence)
+                if proof is None:
+                    await require_intact(self._kv, reservation, start, LAST)
+                self._engine.add(sequence, answer.on_output)
+                await (proof or require_intact(self._kv, reservation, start, ALL_BUT_LAST))
+            finally:
+                del proof  # it holds what it raised, whose traceback holds this frame
             self._engine.proven(sequence)
         answer.open()
         await answer.ended()

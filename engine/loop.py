@@ -348,6 +348,7 @@ class EngineLoop:
 
     def _land(self, flight: _Flight, landing: asyncio.Future[StepResult]) -> None:
         self._flights.remove(flight)
+        flight.landing = None  # it keeps the frames that raised, which keep the flight
         if error := landing.exception():
             if not isinstance(error, Exception):
                 raise error
@@ -397,6 +398,7 @@ class EngineLoop:
         names = ",".join(entry.sequence.request_id for entry in plan.entries)
         event(log, "step failed", level=level, requests=names, error=f"{type(error).__name__}: {error}")
         log.debug("step failed", exc_info=error)
+        error.__traceback__ = None  # it keeps these frames too, and is kept by what was launched
         return self.scheduler.fail(plan)
 
     def _notify(self, output: SequenceOutput) -> None:

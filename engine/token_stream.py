@@ -24,12 +24,12 @@ class TokenStream:
         self._send = send
         self._kept: list[Tokens] | None = []
         self._finished = asyncio.Event()
-        self._failure: ServeError | None = None
+        self._failed: Sequence | None = None
 
     def on_output(self, output: SequenceOutput) -> None:
         """Take one output of the engine, as its listener."""
         if output.finish_reason is FinishReason.ERROR:
-            self._failure = failure_of(output.sequence)
+            self._failed = output.sequence
         elif output.tokens or output.finish_reason is not None:
             tokens = Tokens(self._request_id, output.tokens, output.finish_reason)
             if self._kept is None:
@@ -53,8 +53,8 @@ class TokenStream:
             InvalidRequestError: its grammar cannot be followed.
         """
         await self._finished.wait()
-        if self._failure is not None:
-            raise self._failure
+        if self._failed is not None:
+            raise failure_of(self._failed)
 
 
 def failure_of(sequence: Sequence) -> ServeError:

@@ -158,6 +158,7 @@ class Prefix:
                 self._loading.cancel()
                 await uninterrupted(asyncio.wait([self._loading]))
         finally:  # who is cancelled here has waited all the same
+            self._loading = None  # it holds what it raised, whose traceback holds us
             if self.arrivals is not None:
                 self.arrivals.end()
             self._pool.release(self.block_ids)
