@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from base.block_hash import BlockHash
 from base.grants import PeerDescriptor
 from base.messages import FromNode, Heartbeat, KvEvents, Lend, NodeInfo, Registered, Release, ToNode
 from base.request import NodeId
@@ -45,7 +46,9 @@ class AttachedStore:
         self._findable = Findable(lambda _: False, store.__contains__)
         self._num_heartbeats = 0
         self._next_event = 1
-        store.on_change(self._findable.store_changed)
+        self._is_followed = False
+        """Whether the conductor has had a snapshot, and hears of each change after it."""
+        store.on_change(self._changed)
 
     def attached(self, lease: Registered) -> None:
         pass  # nothing here is for one conductor alone
@@ -81,11 +84,19 @@ class AttachedStore:
         return self._numbered(KvEvents(self._next_event, False, tuple(stored), tuple(removed)))
 
     def kv_snapshot(self) -> KvEvents:
+        self._is_followed = True
         self._findable.take((), ())  # the snapshot says it all
         return self._numbered(KvEvents(self._next_event, True, tuple(self._store.hashes), ()))
 
     def lost(self) -> None:
+        self._is_followed = False
+        self._findable.take((), ())
         self._tasks.end_all()
+
+    def _changed(self, names: Sequence[BlockHash]) -> None:
+        # While a conductor is away, as long as that may be, nothing is kept for it.
+        if self._is_followed:
+            self._findable.store_changed(names)
 
     def _numbered(self, events: KvEvents) -> KvEvents:
         self._next_event = events.next_number

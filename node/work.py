@@ -12,7 +12,7 @@ and obeys that one alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from base.block_hash import BlockHash
 from base.messages import (
@@ -94,6 +94,10 @@ class KvNews:
     def end(self, listener: object) -> None:
         self._changes.pop(listener, None)
 
+    @property
+    def has_listeners(self) -> bool:
+        return bool(self._changes)
+
     def take(self, listener: object) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
         """Return (stored, removed) since the listener's last call, net."""
         self._note()
@@ -134,9 +138,15 @@ class SharedState:
         engine.loop.on_step(self._stepped)
         # Conductors count on free blocks, so they hear of them at once.
         pool.on_release(self.changed)
+
+        def store_changed(names: Sequence[BlockHash]) -> None:
+            # While no conductor is there, as long as that may be, nothing is kept for one.
+            if self.news.has_listeners:
+                findable.store_changed(names)
+                self.changed()
+
         if store is not None:
-            store.on_change(findable.store_changed)
-            store.on_change(lambda _: self.changed())
+            store.on_change(store_changed)
 
     def snapshot(self) -> tuple[BlockHash, ...]:
         """Return every block that can be found on the node."""

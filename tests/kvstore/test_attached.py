@@ -47,6 +47,7 @@ async def pair():
 
 async def test_the_conductor_is_told_what_came_and_what_went(pair):
     _, attached = pair
+    assert attached.work.kv_snapshot().stored == ()
     await save(attached.node.cache, "abc")
     assert attached.listen() == set(chain_of("abc"))
     await save(attached.node.cache, "uvwxyz")
@@ -54,6 +55,19 @@ async def test_the_conductor_is_told_what_came_and_what_went(pair):
     snapshot = attached.work.kv_snapshot()
     assert (snapshot.is_snapshot, set(snapshot.stored)) == (True, attached.known)
     assert attached.work.kv_events() is None
+
+
+async def test_nothing_is_kept_for_a_conductor_that_is_away(pair):
+    """It may be away for ever, while others have blocks come and go."""
+    _, attached = pair
+    await save(attached.node.cache, "abc")
+    assert attached.work.kv_events() is None
+    assert set(attached.work.kv_snapshot().stored) == set(chain_of("abc"))
+    await save(attached.node.cache, "xyz")
+    attached.work.lost()
+    await save(attached.node.cache, "uvw")
+    assert attached.work.kv_events() is None
+    assert set(attached.work.kv_snapshot().stored) == set(attached.node.store.hashes)
 
 
 async def test_what_it_lends_is_read_by_another_until_the_release(pair):

@@ -10,6 +10,7 @@ from base.messages import ExpertLoad, Prefill, Serve
 from base.request import Role
 from node.work import ConductorWork, Control, KvNews, SharedState
 from prefill_node.role import PrefillRole
+from tests.memory import kept_bytes
 from tests.node_parts import parts, work
 
 BOTH = frozenset(Role)
@@ -114,3 +115,37 @@ async def test_a_heartbeat_says_what_the_last_step_was_made_of():
     assert {beat.step_budget_tokens for beat in beats} == {16}
     assert (last.num_step_rows, last.num_step_prompt_tokens) == (0, 0), "nothing runs any more"
     assert last.experts is load
+
+
+class ChangingStore:
+    """As much of a store as is reported of."""
+
+    hashes = ()
+
+    def __init__(self):
+        self._listeners = []
+
+    def __contains__(self, name):
+        return False
+
+    def on_change(self, listener):
+        self._listeners.append(listener)
+
+    def come_and_go(self, count):
+        for number in range(count):
+            for listener in self._listeners:
+                listener([b"%016d" % number])
+
+
+async def test_a_node_without_a_conductor_keeps_no_news_of_its_store():
+    """Other nodes may have blocks come and go there for ever."""
+    store = ChangingStore()
+    async with parts(node=PrefillRole) as made:
+        part = made["node"]
+        engine = SimpleNamespace(loop=part.loop, pool=part.pool, experts=None)
+        state = SharedState(engine, BOTH, store)
+        _, num_bytes = kept_bytes(lambda: store.come_and_go(10_000), __file__)
+        assert num_bytes < 10_000
+        state.news.begin("conductor")
+        store.come_and_go(1)
+        assert state.news.take("conductor") == ((), (b"%016d" % 0,))
