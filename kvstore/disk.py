@@ -188,6 +188,7 @@ class DiskTier:
             else:
                 old = self._slots.pop(header.block_hash, None)
                 if old is not None:
+                    self._num_erasing += 1
                     await self._erase(old.index)
                 self._slots[header.block_hash] = _Slot(index, header.checksum)
                 self._sequence = max(self._sequence, header.sequence)
@@ -231,6 +232,7 @@ class DiskTier:
         if slot is not None and slot.readers == 0:
             del self._slots[block_hash]
             self.evicted.append(block_hash)
+            self._num_erasing += 1
             await uninterrupted(self._erase(slot.index))
         return block_hash not in self._slots
 
@@ -292,8 +294,7 @@ class DiskTier:
         return None
 
     async def _erase(self, index: int) -> None:
-        """Free a slot once no process after us would find its record."""
-        self._num_erasing += 1
+        """Free a slot, which `_num_erasing` counts, once no process after us would find its record."""
         loop = asyncio.get_running_loop()
         error_number = await loop.run_in_executor(self._threads, self._write_slot, index, bytes(HEADER_BYTES))
         self._num_erasing -= 1

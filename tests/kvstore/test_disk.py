@@ -77,6 +77,7 @@ async def test_what_was_forgotten_is_not_back_after_a_restart(tmp_path):
     assert await tier.forget(name_of(1))
     task = asyncio.ensure_future(tier.forget(name_of(2)))
     await asyncio.sleep(0)
+    tier.check()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
