@@ -296,7 +296,11 @@ class DiskTier:
     async def _erase(self, index: int) -> None:
         """Free a slot, which `_num_erasing` counts, once no process after us would find its record."""
         loop = asyncio.get_running_loop()
-        error_number = await loop.run_in_executor(self._threads, self._write_slot, index, bytes(HEADER_BYTES))
+        try:
+            erased = loop.run_in_executor(self._threads, self._write_slot, index, bytes(HEADER_BYTES))
+            error_number = await erased
+        except RuntimeError:  # closed since: whoever opens it next finds the record
+            error_number = errno.EBADF
         self._num_erasing -= 1
         if error_number:
             self._give_up(index, error_number)

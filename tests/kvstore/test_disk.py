@@ -91,6 +91,18 @@ async def test_what_was_forgotten_is_not_back_after_a_restart(tmp_path):
     await tier.close()
 
 
+async def test_what_is_forgotten_once_the_tier_is_closed_is_forgotten_for_now(tmp_path):
+    """A read that ends as the tier closes, and finds damage, comes so late."""
+    tier = await open_tier(tmp_path)
+    await write(tier, 1)
+    await tier.close()
+    assert await tier.forget(name_of(1))
+    tier.check()
+    tier = await open_tier(tmp_path)
+    assert tier.hashes == [name_of(1)]
+    await tier.close()
+
+
 async def test_a_full_tier_overwrites_what_was_not_read_for_longest(tmp_path):
     tier = await open_tier(tmp_path, num_slots=3)
     for number in range(3):
