@@ -210,10 +210,10 @@ class Ranks:
     def close(self, grace_s: float = END_S) -> None:
         """End the other ranks, by force those that have not ended within `grace_s`."""
         self._is_closing = True
-        for pipe in self._pipes:
-            pipe.close()
         killing = threading.Timer(grace_s, self._kill)
         killing.start()
+        for pipe in self._pipes:
+            pipe.close()  # which waits for what is being sent
         for process in self._processes:
             process.wait()
         killing.cancel()

@@ -1,6 +1,7 @@
 """An engine of several ranks says what one says, token for token, and leaves no process behind."""
 
 import asyncio
+import fcntl
 import json
 import os
 import queue
@@ -9,7 +10,9 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
+from array import array
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -245,6 +248,34 @@ def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.Monke
     for pid in ranks.pids():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_rank_that_takes_nothing_is_ended_while_somebody_sends_to_it() -> None:
+    ranks = Ranks(GroupShape(stages=2))
+    ranks.start("tests.engine.joining_rank", {})
+    (pid,) = ranks.pids()
+
+    def fill() -> None:
+        with suppress(LostError):
+            ranks.send(1, bytes(1 << 20))
+
+    sending = threading.Thread(target=fill, daemon=True)
+    closing = threading.Thread(target=ranks.close, args=(0.1,), daemon=True)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with open(f"/proc/{pid}/fd/0", "rb") as taken:
+            sending.start()
+            unread = array("i", [0])
+            while unread[0] < 1 << 15:  # far more than the rank was given to begin with
+                fcntl.ioctl(taken, termios.FIONREAD, unread)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        sending.join(60)
+    assert not sending.is_alive()
 
 
 def test_a_rank_whose_engine_is_killed_while_it_joins_ends_too(tmp_path: Path) -> None:
