@@ -7,7 +7,8 @@
   prompt, whose KV then goes nowhere.
 * Where nobody names a bound nobody is late, and still all of a decode node wait for each token as long as its
   step takes. Once that is several times as long as with one sequence, and prefill nodes have half of their
-  time, one of them takes who comes, as long as its own step is not as long.
+  time, one of them takes who comes, as long as its own step is not as long. Not a prompt that the decode node
+  is to compute: that is done there sooner, mostly because the node has nearly all of it.
 * Where caches are full and what they evict comes back (`copy_price.py`), a prompt that is handed over is
   stored twice and evicts as much of others. Then the node that computes it keeps it, if decoding takes less
   from the prompts of that node: so a chat stays on one node, unless bounds are tight.
@@ -77,7 +78,7 @@ def lent_node(
     if is_short:
         has_time = _busy(view, now_s) < SPARE_FROM
         return _lender(request, computing, needed, inf, view, cost) if has_time else None
-    if isinstance(found, Rejection):
+    if isinstance(found, Rejection) or found.is_inline:
         return None
     pressed_s = _pressed_s(request, cost)
     if found.predicted_tbt_s > pressed_s and _busy(view, now_s) < SPARES_FROM:

@@ -151,6 +151,16 @@ def test_prefill_nodes_that_have_prompts_for_half_of_their_time_spare_nobody_a_s
     assert require_placement(place(request, view, FAST, 0.0, FOLLOW)).decode_node == "d0"
 
 
+def test_a_prompt_that_is_sooner_computed_on_a_slow_decode_node_stays_there():
+    view, request = pressed_view(), make_request("new", first_block=90_000)
+    view.corrections.restore(NodeId("d0"), "prefill", 1.0)
+    view.kv_events(NodeId("d0"), 1, list(request.chain), [])
+    view.prefill_order.set(0, 0.9)
+    placement = require_placement(place(request, view, FAST, 0.0, FOLLOW))
+    assert placement.is_inline
+    assert placement.predicted_ttft_s < 0.1
+
+
 def test_a_prefill_node_takes_no_more_than_would_make_it_slow_too():
     view = pressed_view()
     where = [
