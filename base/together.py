@@ -22,7 +22,7 @@ from base.uninterrupted import uninterrupted
 T = TypeVar("T")
 
 Begin: TypeAlias = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Begins work beside the body of `beside`."""
+"""Begins work beside the body of `beside`, which alone calls it."""
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -95,7 +95,7 @@ class _BesideFailedError(Exception):
 
 @asynccontextmanager
 async def beside() -> AsyncIterator[Begin]:
-    """Give the body what begins work beside it; it is left when all of that has ended.
+    """Give the body what begins work beside it, and return when all of that has ended.
 
     The first failure, of the body or of the work, ends the others, and is raised alone.
     """

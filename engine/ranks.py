@@ -1,11 +1,11 @@
 """The processes that hold one model together: how they start, receive steps, and end.
 
 Rank 0 is the engine. It starts the others and writes to the standard input of each: a line of JSON that says
-what to load, then frames: a step, which is a row of int64, or a message, which means nothing here. They
-answer by a pipe of its own: that a step has run, or a message, and every `BEAT_S` that they live. Nothing
+what to load, then frames: a step, which is a row of int64, or a message, which means nothing here. Each
+answers by a pipe of its own: that a step has run, or a message, and every `BEAT_S` that it lives. Nothing
 else is to be agreed on, because all ranks build the same engine in the same order and wait for each other by
 what a step sends and sums. The end of the first pipe, however it comes, ends a rank: no rank outlives its
-engine, and none has to be asked. A rank that is silent is ended by force: it stands still, or is stopped.
+engine, and none has to be asked. A rank that is silent is ended by force: its process stands still.
 
 A collective over pickled objects was weighed: no pickle is read anywhere here, and a rank that waits in a
 collective for a step that comes in an hour looks like a hung one.

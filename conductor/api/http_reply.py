@@ -91,7 +91,7 @@ class Reply:
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the answer, or as the event that ends a stream."""
         if self._is_whole:
-            return  # the connection is closed, and its client sees by the length that something is lacking
+            return  # the connection is closed, and its client sees by the length that something is missing
         if self._is_started:
             async with self._turn:
                 await self.end(self._errors.event(error, self.request_id))
@@ -99,9 +99,9 @@ class Reply:
             await self.whole([self._errors.body(error, self.request_id)], error.status, error.headers)
 
     async def _write(self, data: bytes | bytearray, ends: bool = False) -> None:
-        """Send a part of the body in pieces, each once most of those before it was read.
+        """Send a part of the body in pieces, each when most of those before it have left.
 
-        So the call lasts, and keeps its place, while more of it is held than a connection may hold."""
+        So a call lasts, and keeps its place, until the connection's buffers can hold its answer's rest."""
         for at in range(0, len(data) or 1, JOINED_BYTES):
             piece = bytes(data[at : at + JOINED_BYTES])
             more = not ends or at + JOINED_BYTES < len(data)

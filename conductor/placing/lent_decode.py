@@ -7,8 +7,8 @@
   prompt, whose KV then goes nowhere.
 * Where nobody names a bound nobody is late, and still all of a decode node wait for each token as long as its
   step takes. Once that is several times as long as with one sequence, and prefill nodes have half of their
-  time, one of them takes who comes, as long as its own step is not as long. Not a prompt that the decode node
-  is to compute: that is done there sooner, mostly because the node has nearly all of it.
+  time free, one of them takes who comes, until its own step is as long. Not whose prompt the decode node is
+  to compute: that is done there sooner, mostly because the node has nearly all of it.
 * Where caches are full and what they evict comes back (`copy_price.py`), a prompt that is handed over is
   stored twice and evicts as much of others. Then the node that computes it keeps it, if decoding takes less
   from the prompts of that node: so a chat stays on one node, unless bounds are tight.
