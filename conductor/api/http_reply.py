@@ -55,6 +55,8 @@ class Reply:
         self._errors = errors
         self._send = send
         self._is_started = self._is_whole = False
+        self._is_within = False
+        """Whether the last piece that was sent has others after it."""
         # Choices write as their tokens come; a write that waits for a slow client must
         # not be overtaken.
         self._turn = asyncio.Lock()
@@ -90,8 +92,8 @@ class Reply:
 
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the answer, or as the event that ends a stream."""
-        if self._is_whole:
-            return  # the connection is closed, and its client sees by the length that something is missing
+        if self._is_whole or self._is_within:
+            return  # the connection is closed, and its client sees that something is missing
         if self._is_started:
             async with self._turn:
                 await self.end(self._errors.event(error, self.request_id))
@@ -106,6 +108,7 @@ class Reply:
             piece = bytes(data[at : at + JOINED_BYTES])
             more = not ends or at + JOINED_BYTES < len(data)
             await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+            self._is_within = at + JOINED_BYTES < len(data)
 
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._is_started = True
