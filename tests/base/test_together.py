@@ -25,6 +25,15 @@ async def value(number):
     return number
 
 
+async def slow(ended):
+    """Wait until cancelled, and end in a later turn."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)
+        ended.append("slow")
+
+
 async def test_results_come_in_order():
     assert await together(value(number) for number in range(5)) == [0, 1, 2, 3, 4]
     assert await together(iter(())) == []
@@ -33,16 +42,9 @@ async def test_results_come_in_order():
 async def test_the_first_failure_is_raised_when_the_others_have_ended_and_cancels_nobody_else():
     fails, ended = asyncio.Event(), []
 
-    async def slow():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            ended.append("slow")
-
     asyncio.get_running_loop().call_soon(fails.set)
     with pytest.raises(BrokenError):
-        await together([slow(), failing(fails)])
+        await together([slow(ended), failing(fails)])
     assert ended == ["slow"]
     assert asyncio.current_task().cancelling() == 0
 
@@ -186,16 +188,9 @@ async def test_work_beside_a_body_ends_before_it_is_left():
 async def test_a_failure_beside_ends_the_body_and_the_others_and_is_raised_alone():
     fails, ended = asyncio.Event(), []
 
-    async def slow():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            ended.append("slow")
-
     async def work():
         async with beside() as begin:
-            begin(slow())
+            begin(slow(ended))
             begin(failing(fails))
             begin(failing(fails))
             try:

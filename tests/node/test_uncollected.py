@@ -15,7 +15,7 @@ from base.messages import Failed, Prefill, Prefilled, Reserve, Reserved, Start
 from decode_node.role import DecodeRole
 from engine.sequence import Sequence
 from prefill_node.role import PrefillRole
-from tests.decode_node.test_role import ShardInOrder, write_kv
+from tests.decode_node.test_role import ShardInOrder, finished, write_kv
 from tests.node_parts import LAYOUT, LayeredRunner, parts, work
 from tests.prefill_node.test_prefix_loader import WaitingRunner
 from tests.uncollected import uncollected
@@ -31,11 +31,8 @@ def ask(prefill, decode, **fields):
 
 
 async def ended(part):
-    """Return when no request is at work, and no step in flight has blocks to give back."""
-    async with asyncio.timeout(60):
-        await part.role.tasks.idle()
-        while part.pool.num_held:
-            await asyncio.sleep(0)
+    """Return when no request is at work, and the turn in which the last one ended is over."""
+    await finished(part)
     await asyncio.sleep(0)
 
 
