@@ -78,12 +78,12 @@ def lent_node(
     if is_short:
         has_time = _busy(view, now_s) < SPARE_FROM
         return _lender(request, computing, needed, inf, view, cost) if has_time else None
-    if isinstance(found, Rejection) or found.is_inline:
+    if isinstance(found, Rejection) or found.prefill_node == found.decode_node:
         return None
     pressed_s = _pressed_s(request, cost)
     if found.predicted_tbt_s > pressed_s and _busy(view, now_s) < SPARES_FROM:
         return _lender(request, computing, needed, pressed_s, view, cost)
-    if not view.copy_price.block_s or found.prefill_node == found.decode_node:
+    if not view.copy_price.block_s:
         return None
     moved = len(request.chain) - found.decode_matched_blocks
     stored_s = moved * copy_s(view) * decoding.evict_share
