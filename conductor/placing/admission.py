@@ -72,7 +72,7 @@ def refusal(
     node = view.node(placement.decode_node)
     bound_s, others_s = step_limit_s(tbt_slo_s, cost, node.learned.decode.ratio), 0.0
     if policy is PREDICT:
-        others_s = displaced_s(request, placement, view, cost)
+        others_s = displaced_s(request, placement, view, cost, now_s)
         # in time beside all who were placed and have not ended: it does not matter who has by then
         sequences = view.projection.num_sequences + view.foreign_sequences
         tokens = view.projection.num_tokens + view.foreign_context_tokens
@@ -136,17 +136,23 @@ def _pool_tbt_s(
     return predicted_s
 
 
-def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterView, cost: CostModel) -> float:
+def displaced_s(
+    request: PlacementRequest, placement: Placement, view: ClusterView, cost: CostModel, now_s: float
+) -> float:
     """Return the seconds of a step that this request takes from others that could be served instead of it.
 
-    Its own part of a step, by the price of room in the pool: nothing while that takes all that come.
+    What it takes of a step beyond the mean of those who will decode then, by the price of room in the pool:
+    nothing while that takes all that come, and nothing where it takes as much as they do.
     """
     price = view.room_price.price
     if price <= 1.0:
         return 0.0
+    sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
+    if not sequences:
+        return 0.0
     ratio = view.node(placement.decode_node).learned.decode.ratio
-    own_s = cost.decode_step_s(1, request.num_tokens) - cost.empty_step_s
-    return (price - 1.0) * own_s * ratio
+    more_s = cost.decode_step_s(1, request.num_tokens) - cost.decode_step_s(1, tokens / sequences)
+    return max(0.0, (price - 1.0) * more_s * ratio)
 
 
 def admit_to_decode(

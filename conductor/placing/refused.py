@@ -93,7 +93,9 @@ def judged(made: Decision, instead: Placement, cost: CostModel, settings: Schedu
     view.settle(made.decided_at_s)
     ratio = view.corrections.ratio(instead.decode_node, "decode")
     limits = limits_of(asked.slo, settings, cost, asked.is_promised, ratio)
-    added_s = displaced_s(asked, instead, view, cost) if settings.reject is RejectPolicy.PREDICT else 0.0
+    added_s = 0.0
+    if settings.reject is RejectPolicy.PREDICT:
+        added_s = displaced_s(asked, instead, view, cost, made.decided_at_s)
     tbt_s = instead.predicted_tbt_s
     if asked.max_tokens:
         tbt_s = decode_tbt_s(asked, instead, view, cost, settings.reject, made.decided_at_s) + added_s

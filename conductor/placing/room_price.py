@@ -1,10 +1,12 @@
-"""The price of room in the decode pool: how often a request's own part of a step counts before it is taken.
+"""The price of room in the decode pool: how often a request's part of a step beyond the usual counts.
 
-A pool has room for some of what comes, and as many requests as possible are to be served: a long context
-takes the room of several of the usual length, while it decodes. Whom to leave out is a question of price. It
-rises with each request that finds no room although it would pay, and falls by itself while nobody does. So it
-comes to rest where those who can pay nearly always find room, whatever the lengths are. Where the pool takes
-all that come, it is one, and so it is once the pool has had nothing to do: too many came before, and no more.
+A pool has room for some of what comes, and as many requests as possible are to be served: a long
+context takes the room of several of the usual length, while it decodes. Who takes as much as the mean
+of those who decode displaces nobody: another in its place would take that too. Whom to leave out is a
+question of price. It rises with each request that finds no room although it would pay, and falls by
+itself while nobody does. So it comes to rest where those who can pay nearly always find room, whatever
+the lengths are. Where the pool takes all that come, it is one, and so it is once the pool has had
+nothing to do: too many came before, and no more.
 
 That free room is no reason to take a long context cheaply was learned by trying: while it decodes the room is
 missed, and half of a small pool is often free. A price by the share of requests refused, whatever for, was
@@ -25,7 +27,7 @@ REMEMBERED = 20.0
 
 
 class RoomPrice:
-    """The factor of a request's own part of a step, as time passes and requests find no room."""
+    """The factor of what a request takes beyond the usual, as time passes and requests find no room."""
 
     def __init__(self) -> None:
         self.price = 1.0

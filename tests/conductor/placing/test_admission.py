@@ -105,8 +105,9 @@ def test_a_step_may_take_a_share_of_its_bound_and_no_more(policy):
 
 
 def view_with_one():
-    """A prefill and a decode node, on which a short request decodes."""
+    """A prefill and a decode node, on which a short request decodes for a while."""
     view, other = make_view(1, 1), make_request("other", blocks=1, first_block=1000)
+    view.projection.restore(300.0)
     view.placed(other, placed(view, other), 0.0)
     view.prefill_done(other.request_id, 0.0)
     return view
@@ -124,16 +125,17 @@ def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_
     view = view_with_one()
     long, short = (make_request(blocks=blocks) for blocks in (200, 20))
     shown = {request.num_tokens: placed(view, request) for request in (long, short)}
-    at_ease = [displaced_s(each, shown[each.num_tokens], view, COST) for each in (long, short)]
+    at_ease = [displaced_s(each, shown[each.num_tokens], view, COST, 0.0) for each in (long, short)]
     assert at_ease == [0.0, 0.0]
     for _ in range(200):
         view.rejected(RejectReason.TBT)
-    pressed = [displaced_s(each, shown[each.num_tokens], view, COST) for each in (long, short)]
-    own_s = COST.decode_step_s(1, long.num_tokens) - COST.decode_step_s(0, 0)
-    assert pressed[0] == pytest.approx((MOST - 1) * own_s)
+    pressed = [displaced_s(each, shown[each.num_tokens], view, COST, 0.0) for each in (long, short)]
+    sequences, tokens = view.projected(shown[long.num_tokens].predicted_ttft_s, 0.0)
+    more_s = COST.decode_step_s(1, long.num_tokens) - COST.decode_step_s(1, tokens / sequences)
+    assert pressed[0] == pytest.approx((MOST - 1) * more_s)
     assert pressed[0] > pressed[1] > 0.0
     # a bound that the long one keeps alone, and not as one that displaces others
-    slo = Slo(tbt_slo_s=tbt_slo_for(COST.decode_step_s(1, long.num_tokens) + own_s, COST))
+    slo = Slo(tbt_slo_s=tbt_slo_for(COST.decode_step_s(1, long.num_tokens) + more_s, COST))
     asked = long._replace(slo=slo)
     assert refusal(asked, shown[long.num_tokens], make_view(1, 1), COST, PREDICTING, 0.0) is None
     reason, _, has_room = refusal(asked, shown[long.num_tokens], view, COST, PREDICTING, 0.0)
@@ -142,6 +144,20 @@ def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_
     # and one that it does not keep alone
     tight = long._replace(slo=Slo(tbt_slo_s=COST.decode_step_s(1, long.num_tokens)))
     assert refusal(tight, shown[long.num_tokens], view, COST, PREDICTING, 0.0)[2] is False
+
+
+def test_who_is_no_longer_than_those_who_decode_displaces_nobody_whatever_room_costs():
+    view, request = view_with_one(), make_request(blocks=200)
+    view.placed(request, placed(view, request), 0.0)
+    view.prefill_done(request.request_id, 0.0)
+    for _ in range(200):
+        view.rejected(RejectReason.TBT)
+    asked = [make_request(f"r{blocks}", blocks=blocks) for blocks in (20, 60, 200)]
+    taken_s = [displaced_s(each, placed(view, each), view, COST, 0.0) for each in asked]
+    assert taken_s[:2] == [0.0, 0.0]
+    assert taken_s[2] > 0.0
+    view.finished(RequestId("other"), 0.0)
+    assert displaced_s(asked[2], placed(view, asked[2]), view, COST, 0.0) == 0.0
 
 
 def test_a_pool_that_was_idle_takes_whom_it_can_serve_whatever_room_cost_before():
@@ -154,6 +170,7 @@ def test_a_pool_that_was_idle_takes_whom_it_can_serve_whatever_room_cost_before(
     asked = request._replace(slo=slo)
     assert refusal(asked, shown, view, COST, PREDICTING, 0.0)[0] is RejectReason.TBT
     view.finished(RequestId("other"), 0.0)
+    view.projection.restore(0.1)
     first = make_request("first")
     view.placed(first, placed(view, first), 0.0)
     assert view.room_price.price == 1.0
@@ -252,7 +269,7 @@ def test_who_is_taken_without_a_projection_would_be_taken_by_it(seed):
     for _ in range(rng.randrange(3)):
         view.rejected(RejectReason.TBT)
     placement, now_s, taken = placed(view, request), rng.uniform(0.0, 20.0), []
-    others_s = displaced_s(request, placement, view, COST)
+    others_s = displaced_s(request, placement, view, COST, now_s)
     predicted_s = decode_tbt_s(request, placement, view, COST, PREDICT, now_s) + others_s
     for tbt_s in (COST.decode_step_s(0, 0) * (1 + number / 100) for number in range(300)):
         asked = request._replace(slo=Slo(tbt_slo_s=tbt_s))
