@@ -50,7 +50,7 @@ def main() -> None:
                 "scrape of the conductor, bytes": len(exposition(conductor_registry)),
                 "scrape of a node, ms, median": 1e3 * _median_s(lambda: exposition(node_registry)),
                 "node, a decode step of 64, us, median": 1e6
-                * _median_s(lambda: on_step(SimpleNamespace(entries=entries), 0.01)),
+                * _median_s(lambda: on_step(SimpleNamespace(entries=entries), 0.01, 1.0)),
                 "conductor, 64 tokens, us, median": 1e6 * _median_s(conductor_step),
             },
             indent=1,
@@ -58,9 +58,9 @@ def main() -> None:
     )
 
 
-def _node_account(node: NodeMetrics) -> Callable[[Any, float], None]:
+def _node_account(node: NodeMetrics) -> Callable[[Any, float, float], None]:
     """Return what a node's engine calls after each step."""
-    taken: list[Callable[[Any, float], None]] = []
+    taken: list[Callable[[Any, float, float], None]] = []
     pool = SimpleNamespace(num_held=1, num_available=2, num_cached=1)
     engine = SimpleNamespace(
         pool=pool,

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 Listener = Callable[[SequenceOutput], None]
 LaunchListener = Callable[[LaunchedChunk], None]
-StepObserver = Callable[[StepPlan, float], None]
+StepObserver = Callable[[StepPlan, float, float], None]
 
 WAITED_S = 5e-4
 """Seconds that a step is waited for, if it was: less when it had ended before somebody asked."""
@@ -146,7 +146,9 @@ class EngineLoop:
         pool.on_release(self._changed.set)
 
     def on_step(self, observer: StepObserver) -> None:
-        """Notify `observer` of each step that succeeded, and the seconds that the device had it."""
+        """Notify `observer` of each step that succeeded, the seconds that the device had it, and its end.
+
+        That is sooner than now where a thread had something else to launch meanwhile."""
         self._observers.append(observer)
 
     def predict_steps(self, cost: StepCost | None) -> None:
@@ -357,14 +359,15 @@ class EngineLoop:
         else:
             seconds, is_measured = self._seconds_of(flight)
             for observe in self._observers:
-                observe(flight.plan, seconds)
+                observe(flight.plan, seconds, self._ended_at_s)
             result = landing.result()
             for sequence in flight.sequences:
                 sequence.busy_s += result.busy_s
             measured_s = seconds if is_measured else 0.0
             outputs = self.scheduler.commit(flight.plan, result, measured_s, self._clock.now_s())
         if self._flights and not self._runner.is_pipelined:
-            self._flights[0].begins(self._clock.now_s())
+            following = self._flights[0]
+            following.begins(self._began_at_s(following))
         self._release_landed()
         self.num_steps += 1
         for output in outputs:

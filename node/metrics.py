@@ -37,7 +37,7 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
     num_preemptions = num_swaps = 0
     metrics.expert_load.values = partial(_expert_loads, engine)
 
-    def on_step(plan: StepPlan, seconds: float) -> None:
+    def on_step(plan: StepPlan, seconds: float, ended_at_s: float) -> None:
         nonlocal num_preemptions, num_swaps
         metrics.decode_preemptions.inc(scheduler.num_preemptions - num_preemptions)
         metrics.decode_swapped_sequences.inc(scheduler.num_swaps - num_swaps)

@@ -76,21 +76,20 @@ class StageSteps:
             return
         stage, place = self._shape.place(rank)
         if place == 0:
-            self._end(stage, step, {})
+            self._end(stage, step, self._clock.now_s(), {})
 
-    def landed(self, plan: StepPlan, seconds: float) -> None:
+    def landed(self, plan: StepPlan, seconds: float, ended_at_s: float) -> None:
         """Note that a step has ended in the last stage."""
         self._num_landed += 1
         if self._num_landed not in self._reached_s:
-            self._reached_s[self._num_landed] = self._clock.now_s() - seconds
+            self._reached_s[self._num_landed] = ended_at_s - seconds
         requests = {entry.sequence.request_id: entry.num_tokens for entry in plan.entries}
-        self._end(self._shape.stages - 1, self._num_landed, requests)
+        self._end(self._shape.stages - 1, self._num_landed, ended_at_s, requests)
         del self._reached_s[self._num_landed]
 
-    def _end(self, stage: int, step: int, requests: dict[RequestId, int]) -> None:
-        now_s = self._clock.now_s()
-        began_s = max(self._ended_s[stage], self._reached_s.get(step, now_s))
-        self._ended_s[stage] = now_s
+    def _end(self, stage: int, step: int, ended_at_s: float, requests: dict[RequestId, int]) -> None:
+        began_s = max(self._ended_s[stage], self._reached_s.get(step, ended_at_s))
+        self._ended_s[stage] = ended_at_s
         if step in self._reached_s:
-            self._reached_s[step] = now_s
-        self._timeline.span(f"stage {stage}", f"step {step}", began_s, now_s, **requests)
+            self._reached_s[step] = ended_at_s
+        self._timeline.span(f"stage {stage}", f"step {step}", began_s, ended_at_s, **requests)

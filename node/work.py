@@ -158,7 +158,7 @@ class SharedState:
         experts = self.engine.experts
         return experts.load() if experts is not None else None
 
-    def _stepped(self, plan: StepPlan, seconds: float) -> None:
+    def _stepped(self, plan: StepPlan, seconds: float, ended_at_s: float) -> None:
         if plan.entries:
             decoding = (entry.sequence.first_token_at_s is not None for entry in plan.entries)
             self.num_step_prompt_tokens = plan.num_tokens - sum(decoding)

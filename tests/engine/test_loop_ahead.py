@@ -177,11 +177,13 @@ class IdleDevice(TimedDevice):
         super().__init__(cost, clock)
         self._launch_s = launch_s
         self.idle_s: list[float] = []
+        self.begun_at_s: list[float] = []
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         begins_s = self._clock.now_s() + self._launch_s
         self.idle_s.append(max(0.0, begins_s - self._free_at_s))
         self._free_at_s = max(self._free_at_s, begins_s)
+        self.begun_at_s.append(self._free_at_s)
         return super().launch(plan)
 
 
@@ -219,6 +221,32 @@ def idle_s(prompt_s: float, other_s: float, num_prompts: int, begins_launched: b
 def test_a_device_does_not_wait_after_a_step_that_took_long_to_launch() -> None:
     waited = idle_s(0.025, 0.0, num_prompts=6, begins_launched=False)
     assert sum(waited) <= 0.025 + 1e-6, "but for the first launch"
+
+
+def test_a_prompt_that_took_long_to_launch_began_when_the_step_before_it_ended() -> None:
+    async def scenario(clock: VirtualLoop) -> tuple[list[float], list[float], float | None]:
+        pool, device = BlockPool(10_000), IdleDevice(COST, clock, 0.0)
+        scheduler = Scheduler(pool, 16, 4096, 8, 10_000)
+        loop = EngineLoop(device, scheduler, pool, clock, partial(SlowThread, 0.025, 0.0, device))
+        loop.predict_steps(COST.step)
+        began_at_s: list[float] = []
+        loop.on_step(lambda _, seconds, ended_at_s: began_at_s.append(ended_at_s - seconds))
+        task = asyncio.create_task(loop.run())
+        ended, joins, prompt = asyncio.Event(), asyncio.Event(), make_sequence("prompt", [2] * 3000, 1)
+        loop.add(
+            make_sequence("decoding", [1] * 40, 150), lambda output: output.finish_reason and ended.set()
+        )
+        clock.call_at(0.6, joins.set)
+        await joins.wait()
+        loop.add(prompt, lambda _: None)
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return began_at_s, device.begun_at_s, prompt.started_at_s
+
+    noted_s, begun_at_s, started_at_s = run(scenario)
+    assert noted_s[2:] == pytest.approx(begun_at_s[2 : len(noted_s)], abs=2e-3)
+    assert min(abs(started_at_s - begun_s) for begun_s in begun_at_s) < 2e-3
 
 
 def test_steps_are_planned_sooner_where_launching_takes_longer() -> None:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from base.kv_layout import KvPart
 from base.messages import PrefillTimes
 from base.timeline import Timeline
@@ -34,8 +36,8 @@ def test_a_stage_begins_with_a_step_when_it_is_free_and_the_stage_before_has_end
     for event in (
         lambda: steps.ran(1, 1),
         lambda: (steps.ran(2, 1), steps.ran(1, 2)),
-        lambda: (steps.landed(PLAN, 1.0), steps.ran(2, 2)),
-        lambda: steps.landed(PLAN, 1.0),
+        lambda: (steps.landed(PLAN, 1.0, clock.now_s()), steps.ran(2, 2)),
+        lambda: steps.landed(PLAN, 1.0, clock.now_s()),
     ):
         clock.advance(1.0)
         event()
@@ -53,10 +55,12 @@ def test_a_stage_begins_with_a_step_when_it_is_free_and_the_stage_before_has_end
 def test_an_engine_of_one_rank_has_one_stage():
     clock, timeline = ManualClock(), Timeline("node")
     steps = StageSteps(GroupShape(), timeline, clock)
+    ended_at_s = clock.now_s() + 4.0
     clock.advance(5.0)
-    steps.landed(PLAN, 2.0)
+    steps.landed(PLAN, 2.0, ended_at_s)
     ((stage, step, start, end),) = spans_of(timeline)
     assert (stage, step, end - start) == ("stage 0", "step 1", 2.0)
+    assert end == pytest.approx(ended_at_s), "it lands a while after it has ended"
 
 
 def test_writes_and_the_parts_of_a_request_are_on_tracks_of_their_own(tmp_path):

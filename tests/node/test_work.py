@@ -103,7 +103,7 @@ async def test_a_heartbeat_says_what_the_last_step_was_made_of():
         other = SimpleNamespace(tasks=part.role.tasks)
         told = ConductorWork(state, lambda: None, part.role, other, other)
         beats = []
-        part.loop.on_step(lambda plan, seconds: beats.append(told.heartbeat()))
+        part.loop.on_step(lambda plan, seconds, ended_at_s: beats.append(told.heartbeat()))
         peer = PeerDescriptor("node", 1, ())
         part.role.prefill(Prefill(work(33, max_tokens=4), peer, None, 0, None, stays=True))
         await part.role.tasks.idle()
