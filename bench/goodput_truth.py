@@ -41,11 +41,15 @@ IN_TURNS = RESULTS / "profile_h200_in_turns.json"
 """The same of engines that planned a step with prompts when the one before had ended."""
 LAUNCHED = RESULTS / "profile_h200_launched.json"
 """The card's, of engines that had no graph of 2,560 tokens and launched what begins beside sequences."""
+OWN = RESULTS / "profile_h200_own.json"
+"""Measured on the decode node's card in the same lease, straight before the nodes started with it."""
 LIVE: dict[str, Path | None] = {
     "step_budgets_h200_eighth": IN_TURNS,
     "step_budgets_h200_ninth": LAUNCHED,
     "step_budgets_h200_late": LAUNCHED,
     "step_budgets_h200_graphs": None,
+    "step_budgets_h200_reordered": None,
+    "step_budgets_h200_own_profile": OWN,
 }
 """Results of `bench.step_budgets_live`, with the profile of their engine; None: the card's."""
 NAMES = (
@@ -154,6 +158,7 @@ def main() -> None:
         **summary(rows),
         "live": summary([row for row in rows if LIVE.get(row["result"]) == IN_TURNS]),
         "today": summary([row for row in rows if LIVE.get(row["result"], IN_TURNS) != IN_TURNS]),
+        "own": summary([row for row in rows if LIVE.get(row["result"]) == OWN]),
     }
     print(json.dumps(found, indent=1))
     if options.out:
