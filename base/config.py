@@ -192,6 +192,8 @@ class ServerConfig:
         for key in ("http_port", "grpc_port"):
             require(0 <= getattr(self, key) <= 65536 - self.conductors, key, "between 0 and 65535")
         require(1 <= self.conductors <= 100, "conductors", "between 1 and 100")
+        gap = abs(self.http_port - self.grpc_port) if self.http_port and self.grpc_port else self.conductors
+        require(gap >= self.conductors, "grpc_port", "another than http_port, by server.conductors at least")
         require(self.max_body_mib > 0, "max_body_mib", "more than 0")
         require(self.max_waiting >= 1, "max_waiting", "at least 1")
         require(self.request_timeout_s > 0, "request_timeout_s", "more than 0")
@@ -297,6 +299,10 @@ class SloConfig:
     tbt_s: float = 0.0
     longest_gap_s: float = 0.0
     """Bound on the longest gap between two tokens, where tbt_s bounds the mean of a request's gaps."""
+
+    def __post_init__(self) -> None:
+        for key in ("ttft_s", "tbt_s", "longest_gap_s"):
+            require(getattr(self, key) >= 0, key, "not negative")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,13 @@ def test_a_value_reaches_its_field(tmp_path):
         ("- 1", ":1: the file: a table of keys is wanted, not [1]"),
         ("transfer:\n  transports:\n  - shm\n  - 4\n", ":4: transfer.transports.1: text is wanted, not 4"),
         ("server:\n  http_port: 70000\n", ":2: server.http_port: between 0 and 65535; it is 70000"),
+        ("server: {http_port: 80, grpc_port: 80}", "server.grpc_port: another than http_port"),
+        (
+            "server: {http_port: 80, grpc_port: 81, conductors: 2}",
+            "another than http_port, by server.conductors",
+        ),
+        ("slo:\n  ttft_s: -2\n", ":2: slo.ttft_s: not negative; it is -2"),
+        ("slo:\n  tbt_s: -1\n  longest_gap_s: -3\n", "slo.tbt_s: not negative; it is -1"),
         ("prefill:\n  engine:\n    dtype: int3\n", ":3: prefill.engine.dtype: one of auto, float32"),
         ("prefill: {engine: {block_size: 32}}", "decode.engine.block_size: equal to prefill.engine"),
         ("server: {host: 0.0.0.0}", "server.host: loopback, or set tls and keys_file, or insecure: true"),
