@@ -42,7 +42,9 @@ def _under_way(address: str) -> list[str]:
     """Return what the cluster at `address` is being changed to; nothing if it is not of this host."""
     try:
         here = [
-            each for each in running(ClusterConfig().cache_dir) if same_address(each.http_address, address)
+            each
+            for each in running(ClusterConfig().cache_dir)
+            if each.http_address and same_address(each.http_address, address)
         ]
         return [line for each in here for line in ask(each, {"verb": "status"}, STATUS_TIMEOUT_S)]
     except (ConfigError, OSError):  # it ends, or it is another user's
