@@ -36,7 +36,7 @@ def split_address(address: str) -> tuple[str, str]:
     scheme, found, bare = address.rpartition("://")
     bare = bare.rstrip("/").removesuffix("/v1")
     host, _, port = bare.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
+    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
         raise ApiError(f"--address: host:port of the conductor's HTTP API is wanted, not {address!r}")
     return (scheme if found else "http"), bare
 
@@ -74,17 +74,26 @@ def read_text(address: str, path: str) -> str:
     return _read(address, path).decode(errors="replace")
 
 
+def require_server(address: str) -> None:
+    """Raise ApiError where nobody answers. An answer that is an error is one."""
+    _get(address, "/health", is_secret=False)
+
+
 def _read(address: str, path: str, is_secret: bool = True) -> bytes:
+    status, body = _get(address, path, is_secret)
+    if status >= 400:
+        raise ApiError(_refusal(address, status, body))
+    return body
+
+
+def _get(address: str, path: str, is_secret: bool) -> tuple[int, bytes]:
     with contextlib.closing(_connection(address, TIMEOUT_S, check=is_secret)) as connection:
         try:
             connection.request("GET", path, headers=_headers() if is_secret else {})
             response = connection.getresponse()
-            body = response.read()
+            return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ApiError(_unanswered(f"{url(address)}{path}", error)) from error
-    if response.status >= 400:
-        raise ApiError(_refusal(address, response.status, body))
-    return body
 
 
 class Answer(NamedTuple):
@@ -187,6 +196,14 @@ class ChatStream:
 def _unanswered(where: str, error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"{where}: nothing listens there; `conductor up` starts a cluster, --address names another one"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        mend = "SSL_CERT_FILE names the authority that signed its certificate"
+        return f"{where}: {error.verify_message}; {mend}"
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return f"{where}: no TLS is spoken there; without https:// it is asked without"
+    if isinstance(error, http.client.BadStatusLine):  # it hung up, too
+        mend = "is it the port of HTTP, not gRPC's, and without TLS? Else https://host:port"
+        return f"{where}: no HTTP is spoken there; {mend}"
     return f"{where}: {error}"
 
 

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from base.errors import ConfigError
 from base.option_values import require_writable
-from deploy.api_client import Answer, ApiError, post
+from deploy.api_client import Answer, ApiError, post, require_server
 from deploy.options import ADDRESS, Address
 
 MAX_LINE_BYTES = 16 << 20
@@ -56,6 +56,7 @@ def main(
         require_writable(option, path)
     done = answered_ids(output)
     total = sum(1 for _ in lines_of(requests))
+    require_server(address)  # one that goes away later is waited for
     stop = threading.Event()
     with (
         output.open("ab") as answers,

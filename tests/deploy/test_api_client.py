@@ -2,6 +2,7 @@ import io
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from base.config import ClusterConfig
 from deploy import calculator, cli
 from deploy.api_client import ApiError, ChatStream, read_json, split_address
 from deploy.calculator import result_of
 from deploy.chat import CALM_TEMPERATURE
+from deploy.clusters import claimed, described
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"), "conductor")
 
@@ -80,6 +83,42 @@ def test_status_shows_each_node_in_a_line(address, capsys):
         "busiest rank 1.25, ranks 1.12 0.88"
     )
     assert totals == "ready: True, supervised: True, running requests: 0, bytes of KV a token: 23,040"
+
+
+def test_status_is_shown_while_another_cluster_of_the_host_starts(address, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    starting = described(ClusterConfig(name="other"), None, ())
+    with claimed(starting), pytest.raises(SystemExit) as caught:
+        cli.main(["status", "--address", address])
+    assert (caught.value.code, capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said", "mend"),
+    [
+        ("http", b"", "https://host:port"),  # as a port of TLS answers
+        ("http", b"\x00\x00\x18\x04\x00\x00\r\n", "the port of HTTP, not gRPC's"),
+        ("https", b"HTTP/1.0 400 Bad Request\r\n\r\n", "no TLS is spoken there"),
+    ],
+)
+def test_a_port_of_another_protocol_is_named_as_such(scheme, said, mend):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=say_once, args=(listener, said))
+        thread.start()
+        try:
+            with pytest.raises(ApiError) as caught:
+                read_json(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", "/status")
+        finally:
+            thread.join(60)
+    assert mend in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def say_once(listener, said):
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(said)
 
 
 def test_status_for_machines_is_the_conductors_own(address, capsys):
@@ -193,7 +232,9 @@ def test_a_base_address_of_clients_is_taken_as_well(address):
     assert split_address(address) == ("http", "127.0.0.1:8000")
 
 
-@pytest.mark.parametrize("address", ["50051", "localhost", "127.0.0.1:8000/v2", "127.0.0.1:x", ""])
+@pytest.mark.parametrize(
+    "address", ["50051", "localhost", "127.0.0.1:8000/v2", "127.0.0.1:x", "127.0.0.1:80000", ""]
+)
 def test_what_is_no_address_is_refused_by_name(address):
     with pytest.raises(ApiError, match=r"--address: host:port .* is wanted, not "):
         split_address(address)

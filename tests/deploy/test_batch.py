@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -150,11 +151,10 @@ def test_an_output_that_could_not_be_written_is_refused(tmp_path, capsys, name):
     assert f"--output {tmp_path / name}: no file can be written there" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_said_and_nothing_is_lost(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("deploy.batch.MAX_TRIES", 1)
+def test_a_server_that_is_not_there_is_said_at_once_and_nothing_is_written(tmp_path, capsys):
     requests = written(tmp_path / "in.jsonl", ["a"])
     with pytest.raises(SystemExit) as ended:
         cli.main(["batch", str(requests), "-o", str(tmp_path / "out"), "--address", "127.0.0.1:1"])
     assert ended.value.code == 1
-    assert "127.0.0.1:1" in capsys.readouterr().err
-    assert (tmp_path / "out").read_text() == ""
+    assert "127.0.0.1:1/health: nothing listens there" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
