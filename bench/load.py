@@ -126,4 +126,4 @@ async def warm_up(server: Server, num_requests: int, input_tokens: int) -> None:
     for number in range(num_requests):
         outcome = await complete(server, [2000 + number] * input_tokens, 4)
         if outcome.error:
-            raise ValueError(f"warm-up: {outcome.error}")
+            raise ValueError(f"warm-up: {server.url}: {outcome.error}")

@@ -21,6 +21,7 @@ from bench.load import LoadRun, run_load, warm_up
 from bench.load_report import parse_goodput, report, table
 from bench.sse_client import Server
 from bench.workload import LoadRequest, gamma_arrivals, num_turns, sessions, synthetic_load, trace_load
+from conductor.replay.command import name_bad_rows
 from conductor.replay.trace_formats import FORMATS, read_trace
 from conductor.replay.trace_rows import MAX_TOKENS
 
@@ -50,6 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--think", type=real(0, 1e9), default=1.0, help="seconds from an answer to the session's next turn")
     add("--trace", type=Path, help="arrivals, lengths, shared prefixes, sessions: any file that replay reads")
     add("--format", choices=FORMATS, help="of the trace, where its rows do not show it")
+    add("--block-size", type=whole(1, 1 << 20), metavar="N", help="tokens per hash id of the trace")
+    add("--skip-bad", action="store_true", help="pass over bad rows instead of stopping")
     add("--speed", type=factor, default=1.0, help="the trace's times are divided by it")
     add("--sessions", type=count, metavar="N", help="at a time, the next when one ends, whatever their times")
     add("--session-rate", type=factor, metavar="R", help="a trace's sessions that begin a second")
@@ -85,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(options: argparse.Namespace) -> Iterable[LoadRequest]:
     if options.trace is not None:
-        trace = read_trace(options.trace, name=options.format)
+        trace = read_trace(options.trace, options.block_size, options.skip_bad, options.format)
+        name_bad_rows(trace)
         return trace_load(
             trace,
             options.speed,

@@ -330,7 +330,22 @@ def test_goodput_bounds_are_read_and_wrong_ones_refused():
 
 def test_a_server_that_is_not_there_ends_the_command_with_a_reason(capsys):
     assert main(["--url", "http://127.0.0.1:1", "--requests", "1"]) == 2
-    assert "warm-up" in capsys.readouterr().err
+    assert "warm-up: http://127.0.0.1:1: " in capsys.readouterr().err
+
+
+def test_rows_of_a_trace_are_passed_over_and_blocks_have_a_size_as_replays(tmp_path, capsys):
+    rows = [
+        {"timestamp": 0, "input_length": 40, "output_length": 1, "hash_ids": ids} for ids in ([1, 2, 3], [1])
+    ]
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    nowhere = ["--url", "http://127.0.0.1:1", "--trace", str(trace), "--block-size", "16"]
+    assert main(nowhere) == 2
+    assert "t.jsonl:2: 1 hash_ids for 40 tokens; blocks of 16 make 3" in capsys.readouterr().err
+    assert main([*nowhere, "--skip-bad"]) == 2
+    said = capsys.readouterr().err
+    assert "passed over" in said
+    assert "warm-up" in said, "the trace was read"
 
 
 def test_a_trace_that_is_not_there_is_reported(tmp_path, capsys):
