@@ -34,7 +34,7 @@ def main(
     asked = {"requests_per_s": rate, "burst": burst, "concurrent": concurrent}
     limits = {key: value for key, value in asked.items() if value is not None}
     try:
-        keys = read_keys(path) if path.exists() else KeyFile({}, ())
+        keys = read_keys(path) if path.exists() or action == "list" else KeyFile({}, ())
         if len(words) > 2:
             raise ConfigError(f"add NAME, list or remove NAME is wanted, not also {' '.join(words[2:])}")
         if action == "add" and name:

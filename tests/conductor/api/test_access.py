@@ -402,6 +402,15 @@ async def test_without_keys_configuration_says_whose_requests_may_be_critical(mo
             assert code is (grpc.StatusCode.OK if may else grpc.StatusCode.PERMISSION_DENIED)
 
 
+def test_keys_of_a_file_that_is_not_there_cannot_be_listed(tmp_path, capsys):
+    limits = {"rate": None, "burst": None, "concurrent": None}
+    with pytest.raises(RuntimeError):
+        keys_command(
+            ["list"], file=tmp_path / "kyes.json", tenant="", **limits, operator=False, critical=False
+        )
+    assert "kyes.json: No such file or directory" in capsys.readouterr().err
+
+
 def test_a_key_is_made_critical_by_its_command_and_listed_so(tmp_path, capsys):
     path = tmp_path / "keys.json"
     command = {"file": path, "tenant": "", "rate": None, "burst": None, "concurrent": None, "operator": False}
