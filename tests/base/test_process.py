@@ -44,6 +44,16 @@ def test_a_spare_whose_supervisor_is_gone_does_not_run(tmp_path):
     assert said(tmp_path, "") == ["prepared so"]
 
 
+def test_a_log_ends_with_what_the_process_says(tmp_path):
+    # A library's own last words, which come after all that Python runs at its end.
+    late = "import ctypes\nctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).malloc_stats)\n"
+    program = late + PROGRAM.replace('print("prepared", config.word', 'print("last", file=sys.stderr')
+    (tmp_path / "c.json").write_text(json.dumps({"word": "so"}))
+    command = [sys.executable, "-c", program, "--config", str(tmp_path / "c.json")]
+    done = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stderr == "last\n"
+
+
 def test_a_process_may_open_as_many_files_as_its_host_lets_it(tmp_path):
     program = PROGRAM.replace("config.word, flush", "resource.getrlimit(resource.RLIMIT_NOFILE), flush")
     (tmp_path / "c.json").write_text(json.dumps({"word": "so"}))
