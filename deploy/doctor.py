@@ -29,7 +29,7 @@ from deploy.capacity import Offer, needs, offer_of_host, refusal
 from deploy.clusters import Running, chosen, running
 from deploy.config_file import read_cluster_config
 from deploy.doctor_processes import Finding, check_processes, look_at_processes, measure_links
-from deploy.plan import LOOPBACK
+from deploy.plan import LOOPBACK, require_known
 from deploy.ports import taken, wanted_ports
 from transfer.rdma import topology
 
@@ -81,11 +81,12 @@ def main(
     json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON")] = False,
 ) -> None:
     """Look for what is wrong with this host or cluster."""
+    cluster = ClusterConfig()
     try:
         cluster = read_cluster_config(config)
+        require_known(cluster)
         findings = [Finding("ok", "the configuration can be read")]
     except ConfigError as error:
-        cluster = ClusterConfig()
         findings = [Finding("wrong", str(error), "correct the file")]
     findings += check_host(_look_at_host(cluster, config, address), cluster)
     if address:

@@ -16,6 +16,7 @@ from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProce
 from base.errors import ConfigError
 from base.request import Role
 from base.tables import read_object
+from conductor.placing.prefill_policies import scheduler_settings
 from conductor.profiles.reader import load_profile
 
 ANY_ADDRESSES = ("0.0.0.0", "::")
@@ -43,7 +44,16 @@ def require_model_there(model: str) -> None:
     if is_path and not path.exists():
         raise ConfigError(f"model: {model}: no such folder or file")
     if path.is_dir():
-        read_object(path / "config.json")
+        try:
+            read_object(path / "config.json")
+        except ConfigError as error:
+            raise ConfigError(f"model: {error}") from error
+
+
+def require_known(config: ClusterConfig) -> None:
+    """Raise ConfigError, before anything is started, for a profile or a policy that nobody knows."""
+    load_profile(config.profile)
+    scheduler_settings(config.scheduler)
 
 
 @dataclass(frozen=True, slots=True)

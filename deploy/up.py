@@ -30,7 +30,7 @@ from deploy.clusters import Running, claimed, described, running
 from deploy.config_file import read_cluster_config
 from deploy.control import controlled
 from deploy.keeper import DRAIN_S, INTERRUPTED, keep
-from deploy.plan import require_model_there
+from deploy.plan import require_known, require_model_there
 from deploy.ports import require_free, wanted_ports
 from deploy.progress import Progress
 
@@ -92,6 +92,7 @@ def run(
 
     try:
         require_model_there(config.model)
+        require_known(config)
         require_free(config, running(config.cache_dir))
         with claimed(identity):
             return keep(drive, Path(identity.log_folder), clock)

@@ -150,6 +150,16 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(tmp_path, capsys):
     assert "did you mean model?" in capsys.readouterr().out
 
 
+def test_a_profile_that_nobody_knows_is_a_finding_and_the_rest_of_the_file_is_read(tmp_path, capsys):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"profile: h200\ncache_dir: {tmp_path}\nstore: {{redis_url: 'redis://127.0.0.1:1'}}\n")
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "-c", str(file)])
+    said = capsys.readouterr().out
+    assert "✗ profile 'h200': no such file" in said
+    assert "store.redis_url: nobody answers" in said
+
+
 def test_services_that_are_named_are_called(tmp_path, capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as redis:
         port = redis.getsockname()[1]

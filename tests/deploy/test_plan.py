@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
+from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig, TransferConfig
 from base.errors import ConfigError
 from deploy.plan import (
     HOST_ADDRESS,
@@ -12,6 +12,7 @@ from deploy.plan import (
     chunk_attention,
     conductor_process,
     planned_nodes,
+    require_known,
     require_model_there,
     sum_of,
 )
@@ -114,8 +115,24 @@ def test_a_path_without_a_model_is_refused_before_anything_starts(tmp_path):
     for model in (str(tmp_path / "nowhere"), "./nowhere", "nowhere.gguf", "~/no such model"):
         with pytest.raises(ConfigError, match="no such folder or file"):
             require_model_there(model)
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"^model: .*config\.json"):
         require_model_there(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     for model in (str(tmp_path), "smollm2", "owner/name"):
         require_model_there(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (ClusterConfig(profile="h200"), "profile 'h200': no such file, and no preset"),
+        (
+            ClusterConfig(scheduler=SchedulerConfig(policy="round-robin")),
+            "scheduler.policy 'round-robin': one of",
+        ),
+    ],
+)
+def test_a_name_that_nobody_knows_is_refused_before_anything_starts(config, told):
+    with pytest.raises(ConfigError, match=told):
+        require_known(config)
+    require_known(ClusterConfig())
