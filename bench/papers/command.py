@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, clock: Clock) -> int:
         return show_conformance(args)
     if args.sweep and not (args.html and args.nodes.decode and not roles_follow(args)):
         raise ConfigError(
-            "--sweep: a part of --html, of nodes that prefill and nodes that decode: --roles fixed"
+            "--sweep: needs --html OUT.html, nodes of both pools, as in --nodes 8P8D, and --roles fixed"
         )
     if args.html:
         require_writable("--html", args.html)

@@ -244,7 +244,7 @@ def _sampling_params(options: Options, model: ServedModel, rng: random.Random) -
 def _require_between(param: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
         shown = value if abs(value) < 1e9 else "a number out of all bounds"
-        raise InvalidRequestError(f"{param}: between {low:g} and {high:g} is wanted, not {shown}", param)
+        raise InvalidRequestError(f"{param}: between {low:g} and {high:.10g} is wanted, not {shown}", param)
 
 
 def _require_at_most(param: str, count: int, limit: int, of_what: str) -> None:
