@@ -6,7 +6,8 @@ starts in the place of a dead one connects, and is its supervisor then. When nob
 `ADOPTION_S`, the process drains and ends: nothing is left running for long after a killed launcher.
 
 Standard input counts as a lifeline. The kernel closes it when whoever started the process dies, however it
-dies; so a process that was given no socket, or never was ready, ends with its parent.
+dies; so a process that was given no socket, or never was ready, ends with its parent. A file or /dev/null
+has no other end that could be closed: then a process lives until a signal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import select
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import cast
@@ -60,6 +62,7 @@ class Lifetime:
         """Whether anybody has ever held a lifeline of the process; standard input is none."""
         self._line = b""
         self._waiting: asyncio.TimerHandle | None = None
+        self._stdin: asyncio.ReadTransport | None = None
 
     @property
     def is_supervised(self) -> bool:
@@ -78,7 +81,11 @@ class Lifetime:
             listening = listen_at(self._path)
             # A server that nobody keeps is garbage, and uvloop's closes its socket then.
             self._server = await loop.create_unix_server(lambda: _Holder(self), sock=listening)
-        self._stdin, _ = await loop.connect_read_pipe(lambda: _Parent(self), sys.stdin)
+        parent = _Parent(self)
+        if _is_held_open():
+            self._stdin, _ = await loop.connect_read_pipe(lambda: parent, sys.stdin)
+        else:
+            parent.connection_made(None)
         spare_collector()
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
@@ -93,7 +100,8 @@ class Lifetime:
         try:
             return await self._stopped
         finally:
-            self._stdin.close()
+            if self._stdin is not None:
+                self._stdin.close()
 
     def _stop(self, reason: str) -> None:
         if not self._stopped.done():
@@ -127,13 +135,21 @@ def _has_parent() -> bool:
     return not ends.poll(0)
 
 
+def _is_held_open() -> bool:
+    """Return whether standard input has another end, which its holder may close."""
+    if sys.stdin is None:
+        return False
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or sys.stdin.isatty()
+
+
 class _Parent(asyncio.Protocol):
     """Standard input: whoever started the process."""
 
     def __init__(self, lifetime: Lifetime) -> None:
         self._lifetime = lifetime
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport | None) -> None:
         self._lifetime.held_by(self)
         self._lifetime.supervised_by(self)
 

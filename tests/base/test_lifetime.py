@@ -8,14 +8,29 @@ import resource
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 
 from base.lifeline import ANSWERS, ASKS, KEEPS, SUPERVISES, hold, listen_at
 from base.lifetime import NOBODY_HOLDS, Lifetime
 from base.metrics import export_supervised, process_registry
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = """
+import asyncio
+from base.lifetime import Lifetime
+
+async def live():
+    lifetime = Lifetime()
+    await lifetime.ready()
+    print(await lifetime.stopped(), flush=True)
+
+asyncio.run(live())
+"""
 
 
 class Held:
@@ -90,6 +105,20 @@ async def test_a_process_without_a_socket_ends_with_its_parent(begin):
     process = await begin(is_listening=False)
     process.parent.close()
     assert await process.ended == NOBODY_HOLDS
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "file"])
+def test_a_process_whose_input_nobody_can_close_lives_until_a_signal(name, tmp_path):
+    (tmp_path / "file").write_text("x")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with (
+        (tmp_path / name).open() as stdin,
+        subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=stdin, **pipes) as process,
+    ):
+        ready = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        ended, logged = process.communicate(timeout=60)
+    assert (json.loads(ready or "{}"), ended, logged) == ({"event": "ready"}, "SIGTERM\n", "")
 
 
 async def test_a_process_whose_parent_ended_first_leaves_the_socket_to_its_successor(begin, tmp_path):
