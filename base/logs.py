@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 
 
@@ -20,6 +21,15 @@ def configure(process: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def end_log() -> None:
+    """Let a process's log end with the process's own last words.
+
+    Triton, which torch imports where it is installed, lists in thirty lines more what it leaks.
+    """
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **fields: object) -> None:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from base.config import read_process_config
 from base.errors import ConfigError
 from base.lifetime import Lifetime, spare_collector
-from base.logs import configure
+from base.logs import configure, end_log
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def run_process(
     parser.add_argument("--spare", action="store_true", help="wait for a byte on standard input first")
     parser.add_argument("--lifeline", type=Path, help="the socket of those for whom the process lives")
     arguments = parser.parse_args()
-    atexit.register(_end_log)
+    atexit.register(end_log)
     try:
         config = read_process_config(arguments.config, into)
         configure(name_of(config))
@@ -65,15 +65,6 @@ def run_process(
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
     return 0
-
-
-def _end_log() -> None:
-    """Let a process's log end with the process's own last words.
-
-    Triton, which torch imports where it is installed, lists in thirty lines more what it leaks.
-    """
-    sys.stderr.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _allow_descriptors() -> None:

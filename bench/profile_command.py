@@ -7,12 +7,14 @@ profile that is made of a log do without.
 from __future__ import annotations
 
 import argparse
+import atexit
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from base.config import KV_DTYPES, WEIGHT_FORMATS
 from base.errors import ConfigError
+from base.logs import end_log
 from base.option_values import ShownDefaults, real, require_writable, whole
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
@@ -96,6 +98,7 @@ def _from_log(options: argparse.Namespace) -> Profile:
 def _measured(options: argparse.Namespace) -> Profile:
     from bench.profile_run import measured_profile  # noqa: PLC0415 - torch takes seconds to import
 
+    atexit.register(end_log)
     return measured_profile(options)
 
 
