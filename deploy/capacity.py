@@ -172,10 +172,11 @@ def refusal(added: Mapping[str, int], need: Mapping[str, Need], offer: Offer, nu
         (places, dict.fromkeys(need, 1), f"{places} places left on {offer.cores} cores", a_core_has),
     ):
         if sum(number * takes[pool] for pool, number in added.items()) > has:
-            for pool in (pool for pool, number in added.items() if number and takes[pool]):
+            alone = [pool for pool, number in added.items() if number * takes[pool] > has]
+            for pool in alone or [pool for pool, number in added.items() if number and takes[pool]]:
                 fit = int(has // takes[pool])
                 problems.append(f"{pool}: at most {fit} more fit in {amount}, {why[pool]}")
-            if sum(1 for number in added.values() if number) > 1:
+            if not alone:
                 problems.append("both pools together have no more than that")
     return "\n".join(problems)
 

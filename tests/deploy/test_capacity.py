@@ -70,6 +70,12 @@ def test_gpus_are_counted():
     assert refusal({"prefill": 2, "decode": 1}, need, dataclasses.replace(MANY, gpus=5), 2) == ""
 
 
+def test_a_pool_that_fits_is_not_blamed_for_the_other():
+    need = {"prefill": Need(kv_cache=400 * GIB), "decode": Need(kv_cache=GIB)}
+    (told,) = refusal({"prefill": 1, "decode": 1}, need, Offer(18 * GIB, 9), 0).splitlines()
+    assert told.startswith("prefill: at most 0 more fit in 18.0 GiB")
+
+
 def test_both_pools_are_counted_together():
     told = refusal({"prefill": 4, "decode": 3}, NEED, Offer(12 * GIB, 9), 0)
     assert "prefill: at most 12 more" in told
