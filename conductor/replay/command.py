@@ -38,7 +38,7 @@ from conductor.replay.report import (
     to_table,
     trace_report,
 )
-from conductor.replay.requests_table import require_arrow, write_requests
+from conductor.replay.requests_table import require_table, write_requests
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
@@ -122,7 +122,7 @@ def run_all(
         if path:
             require_writable(option, path)
     if args.requests:
-        require_arrow(args.requests)
+        require_table(args.requests)
     for policy in policies:
         plan = (make_plan or plan_of)(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()

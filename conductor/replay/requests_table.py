@@ -31,8 +31,10 @@ COLUMNS = {
 """Each column's name, and what it holds by Arrow's word for it."""
 
 
-def require_arrow(path: Path) -> None:
-    """Raise ConfigError where the name asks for Parquet and the library for it is not there."""
+def require_table(path: Path) -> None:
+    """Raise ConfigError where the name asks for no table, or for Parquet and its library is not there."""
+    if not path.name.endswith((".csv", ".csv.gz", ".parquet")):
+        raise ConfigError(f"--requests {path}: a name with .csv, .csv.gz or .parquet at its end is wanted")
     if path.suffix != ".parquet":
         return
     try:

@@ -141,6 +141,7 @@ def test_a_number_past_its_bounds_is_refused_with_its_option(trace_file, capsys,
         (["--nodes", "2P2D", "--roles", "follow", "--whole-chunks"], "--whole-chunks"),
         (["--nodes", "2P2D", "--roles", "follow", "--stages", "2"], "--stages"),
         (["--nodes", "2P2D", "--html", "out.html", "--sweep"], "--roles fixed"),
+        (["--nodes", "2P2D", "--requests", "out.parquett"], "--requests out.parquett: a name with .csv"),
     ],
 )
 def test_an_option_that_the_nodes_cannot_honour_is_refused(trace_file, capsys, arguments, wanted) -> None:
