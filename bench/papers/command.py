@@ -67,7 +67,7 @@ def read_arguments(given: Sequence[str], **defaults: object) -> argparse.Namespa
     add("--html", type=Path, metavar="OUT.html", help="a page with charts")
     add("--sweep", action="store_true", help="on that page, also every split of as many nodes of fixed roles")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
-    taken = "cluster.yaml whose profile, scheduler, bounds and conductors to take; other options go before it"
+    taken = "cluster.yaml whose profile, scheduler, bounds and conductors to take, where no option says them"
     add("-c", "--config", type=Path, help=taken)
     parser.set_defaults(**defaults)
     args = parser.parse_args(given)
