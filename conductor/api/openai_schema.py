@@ -290,6 +290,8 @@ def _refusal(error: ValidationError) -> InvalidRequestError:
             param += f"[{part}]"
         elif " " not in part:
             param += f".{part}" if param else part
+    if fault["type"] == "none_required":
+        return InvalidRequestError(f"{param} is not supported: leave it out, or null", param)
     return InvalidRequestError(f"{param or 'the body'}: {fault['msg']}", param or None)
 
 

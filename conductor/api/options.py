@@ -90,12 +90,14 @@ class TextRequest(NamedTuple):
 
 @contextmanager
 def params_spelled(spelling: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields of errors as the client at hand spells them."""
+    """Name the fields of errors, where their messages begin too, as the client at hand spells them."""
     try:
         yield
     except InvalidRequestError as error:
-        if error.param is not None:
-            error.param = spelling.get(error.param, error.param)
+        if (param := error.param) is not None:
+            error.param = spelling.get(param, param)
+            if (message := str(error)).startswith(f"{param}: "):
+                error.args = (error.param + message.removeprefix(param),)
         raise
 
 
@@ -216,7 +218,7 @@ def make_request(
 
 def _max_tokens(num_prompt_tokens: int, asked: int | None, default: int | None, max_model_len: int) -> int:
     if not num_prompt_tokens:
-        raise InvalidRequestError("the prompt is empty", "prompt")
+        raise InvalidRequestError("prompt: the prompt is empty", "prompt")
     num_left = max_model_len - num_prompt_tokens
     if num_left < 1:
         raise prompt_too_long(num_prompt_tokens, max_model_len)

@@ -309,6 +309,32 @@ async def test_unknown_model_is_not_found(model):
             await client.models.retrieve("gpt-5")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (
+            CHAT,
+            {"max_completion_tokens": 0},
+            "max_completion_tokens: between 1 and 2147483648 is wanted, not 0",
+        ),
+        (CHAT, {"max_tokens": 0}, "max_tokens: between 1 and 2147483648 is wanted, not 0"),
+        (COMPLETIONS, {"prompt": ""}, "prompt: the prompt is empty"),
+        (
+            "/v1/responses",
+            {"input": "x", "conversation": "c"},
+            "conversation is not supported: leave it out, or null",
+        ),
+    ],
+)
+async def test_a_refusal_begins_with_the_name_of_its_field_as_the_client_spells_it(
+    model, path, fields, message
+):
+    body = json.loads(chat(**fields)) if path == CHAT else {"model": MODEL, **fields}
+    async with serving(model, lambda request: []) as api, httpx.AsyncClient(base_url=api.url) as client:
+        error = (await client.post(path, json=body)).json()["error"]
+    assert (error["message"], error["param"]) == (message, message.split(":")[0].split()[0])
+
+
 @pytest.mark.parametrize("value", ["", "0", "-1", "1e-322", "nan", "inf", "soon"])
 async def test_bound_that_is_no_time_is_refused(model, value):
     async with serving(model, lambda request: []) as api, httpx.AsyncClient(base_url=api.url) as client:
