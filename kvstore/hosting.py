@@ -74,7 +74,8 @@ async def hosted_store(
         OSError: there is no memory for the pool.
     """
     limits = PoolLimits(settings.high_watermark, settings.low_watermark, settings.tenant_quota)
-    pool = HostPool(settings.num_blocks, BY_NAME[settings.policy], clock, limits)
+    # Who was cut off by a restart ends its puts and leases with the process before, not with this one.
+    pool = HostPool(settings.num_blocks, BY_NAME[settings.policy], clock, limits, agent.descriptor.epoch)
     disk = await _opened_disk(settings, clock)
     store = Store(agent, pool, settings.block_bytes, disk, metrics)
     members: list[Member] = []

@@ -132,7 +132,9 @@ class HostPool:
         make_eviction: Callable[[], Eviction[BlockHash]],
         clock: Clock,
         limits: PoolLimits | None = None,
+        last_id: int = 0,
     ) -> None:
+        """Begin. Ids of puts and leases follow `last_id`, drawn at each start so that none comes twice."""
         if num_blocks < 1:
             raise ValueError("a pool has at least one block")
         self.num_blocks = num_blocks
@@ -142,7 +144,7 @@ class HostPool:
         self._free = list(range(num_blocks))[::-1]
         self._records: dict[BlockHash, Record] = {}
         self._tenants: dict[str, _Tenant] = {}
-        self._books = _Books()
+        self._books = _Books(last_id=last_id)
         self._num_held = 0
         self.evicted: list[BlockHash] = []
         """Names forgotten to make room since the owner last emptied this list."""

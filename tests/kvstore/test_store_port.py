@@ -133,3 +133,26 @@ async def test_a_peer_has_so_many_leases(monkeypatch):
             await service.Lease(request, caller)
         await service.Release(pb.Ticket(ticket=tickets[0]), caller)
         assert (await service.Lease(request, caller)).num_blocks == 2
+
+
+async def test_a_ticket_of_before_a_restart_ends_nothing_after_it():
+    """A client's call that fails as its store restarts is followed by an end of its put, or of its lease."""
+    caller = Caller("10.0.0.1")
+
+    def asked(path):
+        return b"".join(chain_of(path))
+
+    async with hosted() as hosting:
+        assert await save(hosting.cache, "ab") == 2
+        service = StoreService(hosting.store, ManualClock(), lambda: hosting.member)
+        put = await service.Reserve(pb.ReserveRequest(hashes=asked("xyz")), caller)
+        lease = await service.Lease(pb.LeaseRequest(hashes=asked("ab")), caller)
+    async with hosted() as hosting:
+        assert await save(hosting.cache, "ab") == 2
+        service = StoreService(hosting.store, ManualClock(), lambda: hosting.member)
+        await service.Reserve(pb.ReserveRequest(hashes=asked("xyz")), caller)
+        await service.Lease(pb.LeaseRequest(hashes=asked("ab")), caller)
+        await service.Abort(pb.Ticket(ticket=put.ticket), caller)
+        await service.Release(pb.Ticket(ticket=lease.ticket), caller)
+        books = hosting.store.pool.accounts()
+        assert (books.in_transfer, books.held) == (3, 2)
