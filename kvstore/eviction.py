@@ -181,16 +181,13 @@ class Eviction(Generic[Block]):
 
     def subtree(self, block: Block) -> list[Block]:
         """Return `block` and all after it, deepest first. Looks at every block: for repairs."""
-        top = self._entries[block]
-        found = []
+        # Each stands after its parent: one look at every block finds them all.
+        found = {self._entries[block]: None}
         for entry in self._entries.values():
-            at: Entry[Block] | None = entry
-            while at is not None and at is not top and at.depth > top.depth:
-                at = at.parent
-            if at is top:
-                found.append(entry)
-        found.sort(key=lambda entry: -entry.depth)
-        return [entry.block for entry in found]
+            if entry.parent in found:
+                found[entry] = None
+        deepest_first = sorted(found, key=lambda entry: -entry.depth)
+        return [entry.block for entry in deepest_first]
 
     def remove(self, block: Block) -> None:
         """Forget a leaf.
@@ -274,6 +271,8 @@ class Eviction(Generic[Block]):
             above.first_child = entry
         elif first is not None and self._admission is not None:
             self._superseded.append(first)
+            if len(self._superseded) > 2 * len(self._entries) + 64:
+                self._superseded = deque(filter(self._is_there, self._superseded))
 
     def _is_there(self, entry: Entry[Block]) -> bool:
         return self._entries.get(entry.block) is entry

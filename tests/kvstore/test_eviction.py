@@ -1,6 +1,7 @@
 """The order in which blocks go, on trees small enough to check by hand, and on random ones."""
 
 import random
+import weakref
 
 import pytest
 
@@ -9,10 +10,15 @@ from base.errors import CapacityError
 from bench.hit_rate import OPEN_TRACE, hit_rate, insert_rest, read_trace
 from kvstore.admission import Admission
 from kvstore.eviction import BY_NAME, Eviction, kept_while_it_may_return, length_aware, lfu, lru
+from tests.effort import counting
 
 needs_trace = pytest.mark.skipif(
     not OPEN_TRACE.exists(), reason="needs ../shared/traces/conversation_trace.jsonl"
 )
+
+
+class Name(str):
+    """A block's name of which can be seen whether anybody has it."""
 
 
 def tree(rank, *chains):
@@ -121,6 +127,30 @@ def test_removing_without_evicting_does_not_let_the_order_grow():
     cache.check()
     cache.insert("a", None)
     assert cache.victim() == "a"
+
+
+def test_conversations_that_are_deleted_leave_nothing_of_their_ends():
+    cache, gone = BY_NAME["admission"](), weakref.WeakSet()
+    for turn in range(1_000):
+        cache.insert("a", None)
+        for end in Name(f"{turn} first"), Name(f"{turn} second"):
+            gone.add(end)
+            cache.insert(end, "a")
+        for end in list(cache)[1:]:
+            cache.remove(end)
+        cache.remove("a")
+    del end
+    assert len(gone) < 100
+
+
+def test_what_follows_a_block_is_found_in_one_look_at_each():
+    """A damaged block is looked for in the event loop, and conversations are thousands of blocks long."""
+    cache = Eviction(lru)
+    for name in range(4_000):
+        cache.insert(name, name - 1 if name % 1_000 else None)
+    with counting() as effort:
+        assert cache.subtree(1_500) == list(range(1_999, 1_499, -1))
+    assert effort.lines < 20_000
 
 
 @pytest.mark.parametrize("make", BY_NAME.values(), ids=BY_NAME)
