@@ -23,8 +23,10 @@ room for others is taken from the tenant that fills most of its share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from base.block_hash import BlockHash
 from base.clock import Clock
@@ -187,12 +189,13 @@ class HostPool:
         hold = chain[matched - 1] if matched else None
         if hold is not None:
             account.tree.hold(hold)
+        own, others = self._victims([account]), self._victims(self._tenants.values())
         missing: list[int] = []
         block_ids: list[int] = []
         try:
             for index in range(matched, len(chain)):
                 if chain[index] not in self._books.arriving:
-                    block_ids.append(self._take(payer))
+                    block_ids.append(self._take(account, own, others))
                     missing.append(index)
         except CapacityError:
             pass  # the head that fits is worth having
@@ -327,13 +330,8 @@ class HostPool:
         if not self.is_crowded:
             return []
         surplus = self._num_in_use - int(self._limits.low_watermark * self.num_blocks)
-        records: list[Record] = []
-        try:
-            while len(records) < min(most, surplus):
-                records.append(self._evict(self._fullest_first()))
-                self._books.leaving[records[-1].block_id] = records[-1]
-        except CapacityError:
-            pass  # all that is left is held
+        records = list(islice(self._victims(self._tenants.values()), min(most, surplus)))
+        self._books.leaving.update((record.block_id, record) for record in records)
         return records
 
     def left(self, record: Record) -> None:
@@ -394,33 +392,31 @@ class HostPool:
             self._tenants[tenant] = _Tenant(self._make_eviction())
         return self._tenants[tenant]
 
-    def _take(self, tenant: str) -> int:
-        account = self._account(tenant)
-        if account.num_blocks >= self._limits.tenant_quota * self.num_blocks:
-            self._drop([account])
-        elif not self._free:
-            self._drop(self._fullest_first())
+    def _take(self, account: _Tenant, own: Iterator[Record], others: Iterator[Record]) -> int:
+        is_at_quota = account.num_blocks >= self._limits.tenant_quota * self.num_blocks
+        if is_at_quota or not self._free:
+            record = next(own if is_at_quota else others, None)
+            if record is None:
+                raise CapacityError("every block is held or on its way")
+            self._give_back(record.tenant, record.block_id)
         account.num_blocks += 1
         return self._free.pop()
 
-    def _drop(self, accounts: Sequence[_Tenant]) -> None:
-        record = self._evict(accounts)
-        self._give_back(record.tenant, record.block_id)
-
-    def _fullest_first(self) -> list[_Tenant]:
-        return sorted(self._tenants.values(), key=lambda account: len(account.tree), reverse=True)
-
-    def _evict(self, accounts: Sequence[_Tenant]) -> Record:
-        """Forget the first of the accounts' victims; CapacityError: all of theirs is held."""
-        for account in accounts:
+    def _victims(self, accounts: Iterable[_Tenant]) -> Iterator[Record]:
+        """Forget blocks one by one, of the account that has most by then, until all that is left is held."""
+        # Numbered, so that of those that have as much the first goes first.
+        fullest = [(-len(account.tree), number, account) for number, account in enumerate(accounts)]
+        heapq.heapify(fullest)
+        while fullest:
+            _, number, account = fullest[0]
             try:
-                record = self._records[account.tree.victim()]
+                record = self._records.pop(account.tree.victim())
             except CapacityError:
+                heapq.heappop(fullest)
                 continue
-            del self._records[record.block_hash]
+            heapq.heapreplace(fullest, (-len(account.tree), number, account))
             self.evicted.append(record.block_hash)
-            return record
-        raise CapacityError("every block is held or on its way")
+            yield record
 
     def _remove(self, record: Record) -> None:
         self._tenants[record.tenant].tree.remove(record.block_hash)

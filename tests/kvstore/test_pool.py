@@ -11,6 +11,7 @@ from base.block_hash import BlockHash
 from base.errors import LeaseExpiredError, ProtocolError
 from kvstore.eviction import BY_NAME
 from kvstore.pool import Accounts, HostPool, PoolLimits
+from tests.effort import counting
 from tests.manual_clock import ManualClock
 
 
@@ -126,6 +127,18 @@ def test_room_is_taken_from_the_tenant_that_has_most():
     store(pool, "bc", tenant="three")
     assert pool.match(chain_of("a")) == 1
     assert pool.match(chain_of("xyz")) == 1
+
+
+def test_to_find_the_tenant_that_has_most_takes_no_look_at_all_of_them_for_each_block():
+    """Anybody may name tenants, and a chain has thousands of blocks."""
+    pool = make_pool(1_000, high_watermark=0.9, low_watermark=0.1)
+    for number in range(1_000):
+        store(pool, chr(0x4E00 + number), tenant=f"tenant {number}")
+    with counting() as effort:
+        put = pool.reserve([BlockHash(number.to_bytes(16, "little")) for number in range(500)], "", 30.0)
+        assert len(pool.leave(300)) == 300
+    assert len(put.missing) == 500
+    assert effort.lines < 100_000
 
 
 def test_delete_stops_where_another_chain_goes_through():
