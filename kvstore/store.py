@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from base.block_hash import BlockHash
 from base.checksum import is_checksum_of
@@ -39,6 +40,10 @@ PUT_S = 30.0
 """Time from reserve to commit. Longer than a transfer may take (20 s)."""
 LEASE_S = 30.0
 """Time for a read, as long for the same reason. Mooncake's 10 s fail slow reads."""
+UPKEEP_S = 1.0
+"""Time that a tick waits for what it has begun."""
+_LOWERING = 0
+"""No ticket: the work that takes blocks to disk."""
 LEAVE_BLOCKS = 64
 """Written to disk in one tick step at most, so that one step is short."""
 
@@ -97,6 +102,8 @@ class Store:
         self._lifting = asyncio.Lock()
         self._lowering = asyncio.Lock()
         self._leaving: set[BlockHash] = set()
+        self._upkeep: dict[int, asyncio.Task[None]] = {}
+        """What ticks have begun and not seen the end of, by ticket, or as `_LOWERING`."""
         self.crowded = asyncio.Event()
         """Set when memory is so full that blocks should go to disk before the next second."""
         self.num_damaged = 0
@@ -240,18 +247,22 @@ class Store:
     # --- upkeep -------------------------------------------------------------------------
 
     async def tick(self) -> None:
-        """End what ran out, make room, and check the accounts. Called once a second, or when `crowded`."""
+        """End what ran out, make room, and check the accounts. Called once a second, or when `crowded`.
+
+        What waits for a peer that copies, or for the disk, goes on after `UPKEEP_S`: the rest does not wait.
+        """
         self.crowded.clear()
         puts, leases = self.pool.expired()
-        for put_id in puts:
-            await self.abort(put_id)
-        for lease_id in leases:
-            await self.release(lease_id)
+        for ticket in puts:
+            self._begin(ticket, partial(self.abort, ticket))
+        for ticket in leases:
+            self._begin(ticket, partial(self.release, ticket))
         if self.disk is not None:
-            while records := self.pool.leave(LEAVE_BLOCKS):
-                self._leaving.update(record.block_hash for record in records)
-                async with self._lowering:
-                    await uninterrupted(self._write_down(self.disk, records))
+            self._begin(_LOWERING, partial(self._lower, self.disk))
+        if self._upkeep:
+            await asyncio.wait(self._upkeep.values(), timeout=UPKEEP_S)
+        for name in [name for name, work in self._upkeep.items() if work.done()]:
+            self._upkeep.pop(name).result()
         self._publish_evicted()
         self.pool.forget_idle_tenants()
         self._balance("host", asdict(self.pool.accounts()), self.num_damaged)
@@ -279,6 +290,8 @@ class Store:
             await self.abort(ticket)
         for ticket in list(self._lease_grants):
             await self.release(ticket)
+        if self._upkeep:
+            await asyncio.wait(self._upkeep.values())
         if self._directory is not None:
             await self._directory.leave()
 
@@ -324,8 +337,9 @@ class Store:
         self.pool.abort(ticket)
 
     async def _end_lease(self, ticket: int) -> None:
-        if (grant := self._lease_grants.pop(ticket, None)) is not None:
+        if (grant := self._lease_grants.get(ticket)) is not None:
             await self._agent.revoke(grant)
+            self._lease_grants.pop(ticket, None)  # not before: who ends it meanwhile has to wait too
         self.pool.end(ticket)
 
     async def _lift(self, chain: Sequence[BlockHash]) -> None:
@@ -356,6 +370,18 @@ class Store:
                 for index, block_id in zip(indexes, block_ids, strict=True)
             ]
         return [read.result() for read in reads]
+
+    def _begin(self, name: int, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Begin some upkeep, unless it is under way."""
+        if name not in self._upkeep:
+            self._upkeep[name] = asyncio.create_task(work())
+
+    async def _lower(self, disk: DiskTier) -> None:
+        """Write to disk what memory has too much of, and let go of it there."""
+        while records := self.pool.leave(LEAVE_BLOCKS):
+            self._leaving.update(record.block_hash for record in records)
+            async with self._lowering:
+                await uninterrupted(self._write_down(disk, records))
 
     async def _write_down(self, disk: DiskTier, records: Sequence[Record]) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -1,0 +1,113 @@
+"""The upkeep of a store whose peer, or whose disk, takes for ever."""
+
+import asyncio
+import random
+import threading
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from kvstore.disk import DiskTier
+from kvstore.hosting import keep_up
+from kvstore.store import LEASE_S
+from tests.kvstore.cluster import BLOCK_BYTES, chain_of, running_cluster, save
+from tests.simulation.disk import DiskFaults, SimDisk
+from transfer.owned.board import PeerBoard
+
+GIVEN_S = LEASE_S + 1.0
+
+
+@pytest.fixture
+async def cluster():
+    async with running_cluster() as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def kept_up(store):
+    """The store is kept up during the body."""
+    keeping = asyncio.create_task(keep_up(store))
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeping
+
+
+async def until(is_so):
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def frozen_in_a_copy(node, grant):
+    """A process of this host stands still while it copies under the grant, for the length of the body."""
+    frozen = PeerBoard(node.member.peer.address_or_none("shm"), node.member.epoch)
+    frozen.hold(grant)
+    try:
+        yield
+    finally:
+        frozen.close()
+
+
+class HangingDisk(SimDisk):
+    """Answers no write before it may."""
+
+    def __init__(self):
+        super().__init__(random.Random(0), DiskFaults())
+        self.may_write = threading.Event()
+
+    def write(self, offset, parts):
+        self.may_write.wait()
+        return super().write(offset, parts)
+
+
+async def test_a_reader_that_is_frozen_keeps_its_own_blocks_alone(cluster):
+    one = await cluster.node("one", transports=("shm",))
+    for path in "abc", "xyz":
+        await save(one.cache, path)
+    leased = await one.store.lease(chain_of("abc"), 0)
+    await one.store.lease(chain_of("xyz"), 0)
+    one.clock.advance(GIVEN_S)
+    async with frozen_in_a_copy(one, leased.grant), kept_up(one.store):
+        await until(lambda: one.store.pool.accounts().held == 3)
+        assert one.store.pool.match(chain_of("abc")) == 3
+    await one.store.tick()
+    await until(lambda: one.store.pool.accounts().held == 0)
+    one.store.check()
+
+
+async def test_a_lease_that_is_ended_twice_holds_until_the_copy_under_it_is_over(cluster):
+    one = await cluster.node("one", transports=("shm",))
+    await save(one.cache, "abc")
+    leased = await one.store.lease(chain_of("abc"), 0)
+    async with frozen_in_a_copy(one, leased.grant):
+        ending = [asyncio.create_task(one.store.release(leased.ticket)) for _ in range(2)]
+        await asyncio.wait(ending, timeout=0.1)
+        assert one.store.pool.accounts().held == 3
+    await asyncio.gather(*ending)
+    assert one.store.pool.accounts().held == 0
+
+
+async def test_a_disk_that_hangs_keeps_no_put_and_no_lease_that_ran_out(cluster):
+    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
+    disk = HangingDisk()
+    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
+    try:
+        await save(one.cache, "abcdef")
+        async with kept_up(one.store):
+            await until(lambda: one.store.pool.accounts().in_transfer == 4)
+            one.store.reserve(chain_of("xy"), "")
+            await one.store.lease(chain_of("ab"), 0)
+            one.clock.advance(GIVEN_S)
+            await until(lambda: one.store.pool.accounts().in_transfer == 4)
+            await until(lambda: one.store.pool.accounts().held == 0)
+            disk.may_write.set()
+            await until(lambda: len(one.store.disk) == 4)
+        one.store.check()
+    finally:
+        disk.may_write.set()
+        await one.store.close()
+        await one.store.disk.close()
