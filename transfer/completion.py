@@ -24,16 +24,18 @@ def begin(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
 
 @types.coroutine
 def _rest_of(work: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, None, None]:
-    while True:
-        try:
+    try:
+        while True:
             try:
                 yield waits_for
             except BaseException as error:
                 waits_for = work.throw(error)
             else:
                 waits_for = work.send(None)
-        except StopIteration:
-            return
+    except StopIteration:
+        return
+    finally:
+        del waits_for  # it may hold the error, whose traceback holds this frame
 
 
 def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

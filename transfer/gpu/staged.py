@@ -11,11 +11,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from base.errors import TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
+from base.together import together
 from transfer.batch import Pieces, Priority
 from transfer.gpu.launcher import NUM_ROWS, Launcher
 from transfer.owned.device_access import DeviceAccess
@@ -55,19 +57,10 @@ class StagedTransport(Transport):
         parts = deque(pieces.grouped(PART_BYTES, NUM_ROWS))
 
         async def carry_in_turn() -> None:
-            try:
-                while parts:
-                    await self._carry(bay, peer, grant, parts.popleft(), priority)
-            except BaseException:
-                # The other ends with the part that it has.
-                parts.clear()
-                raise
+            while parts:
+                await self._carry(bay, peer, grant, parts.popleft(), priority)
 
-        # Not a group of tasks: where one has failed, that hides a cancellation.
-        carrying = [carry_in_turn() for _ in range(min(PARTS_AT_ONCE, len(parts)))]
-        for error in await asyncio.gather(*carrying, return_exceptions=True):
-            if error is not None:
-                raise error
+        await together(carry_in_turn() for _ in range(min(PARTS_AT_ONCE, len(parts))))
 
     async def close(self) -> None:
         self._is_closed = True
@@ -102,9 +95,17 @@ class StagedTransport(Transport):
         if self._is_closed:
             raise TransferFailedError("this process is stopping")
         opening = self._bays.get(device)
-        if opening is None or (opening.done() and opening.exception() is not None):
+        if opening is None:
             opening = self._bays[device] = asyncio.create_task(self._open(access))
-        return await asyncio.shield(opening)
+            opening.add_done_callback(partial(self._forget_failed, device))
+        try:
+            return await asyncio.shield(opening)
+        finally:
+            del opening  # it holds the error, whose traceback holds this frame
+
+    def _forget_failed(self, device: int, opened: asyncio.Task[_Bay]) -> None:
+        if opened.cancelled() or opened.exception() is not None:
+            del self._bays[device]
 
     async def _open(self, access: DeviceAccess) -> _Bay:
         loop = asyncio.get_running_loop()

@@ -149,8 +149,11 @@ async def _result(running: Future[T]) -> T:
     """Return or raise what a thread does, and never before it is done."""
     completion = Completion()
     running.add_done_callback(lambda done: completion.end(done.exception()))
-    await completion.wait(cannot_be_cancelled)
-    return running.result()
+    try:
+        await completion.wait(cannot_be_cancelled)
+        return running.result()
+    finally:
+        del running  # it holds the error, whose traceback holds this frame
 
 
 class _Entered(threading.local):

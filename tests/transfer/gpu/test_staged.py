@@ -9,11 +9,12 @@ import pytest
 
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.errors import ProtocolError, TransferFailedError
+from base.errors import ProtocolError, StaleError, TransferFailedError
 from base.grants import Operation
 from tests.transfer.carried import Carried
 from tests.transfer.descriptors import descriptors
 from tests.transfer.gpu.fake_device import HostAccess, device_memory
+from tests.uncollected import uncollected
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.gpu.staged import NUM_BUFFERS, PART_BYTES, PARTS_AT_ONCE
@@ -136,6 +137,54 @@ async def test_a_batch_that_finds_no_pinned_memory_fails_alone_on_either_side():
             access.pinned_left = 1 << 40
         await us.write(owner.descriptor, grant, batch)
         assert all(ours.block(here) == theirs.block(there) for here, there in places)
+
+
+async def failed(move, kind):
+    try:
+        await move
+    except kind:
+        return True
+
+
+async def ends_the_grant(owner, grant, ours):
+    await owner.revoke(grant)
+
+
+async def takes_the_memory(owner, grant, ours):
+    ours.access.pinned_left = 0
+
+
+async def breaks_the_gpu(owner, grant, ours):
+    for stream in ours.access.streams:
+        stream.failure = RuntimeError("an illegal memory access")
+
+
+async def cancels(owner, grant, ours):
+    asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+
+
+FAULTS = {
+    ends_the_grant: StaleError,
+    takes_the_memory: TransferFailedError,
+    breaks_the_gpu: TransferFailedError,
+    cancels: asyncio.CancelledError,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_batch_that_fails_leaves_nothing_for_the_garbage_collector(fault):
+    async with two_gpus() as (us, ours, owner, theirs):
+        grant, (batch, _) = granted(owner, theirs, Operation.WRITE), shuffled(ours)
+        if fault is not takes_the_memory:
+            await us.write(owner.descriptor, grant, batch)
+        with uncollected() as left:
+            for _ in range(2):
+                await fault(owner, grant, ours)
+                assert await failed(us.write(owner.descriptor, grant, batch), FAULTS[fault])
+            for stream in ours.access.streams:
+                stream.failure = None
+            await asyncio.sleep(0)
+            assert left(BaseException) == []
 
 
 async def test_what_the_gpu_cannot_copy_is_refused_whole_by_either_side():
