@@ -4,6 +4,7 @@
     resting  --failed, succeeded-->               resting   (calls that were under way before say nothing new)
     resting  --the rest is over-->                usable    (the next rest will be twice as long)
     usable   --succeeded after a rest-->          usable    (the next rest will be the first again)
+    usable   --the longest rest passed since-->   usable    (forgotten, as who is gone for good is)
 
 Pure; the clock is handed in. Without rests a peer that is gone would cost every request a timeout, and would
 be asked by all of them at once when it is back.
@@ -55,8 +56,10 @@ class Resting:
         """Count a failure; return the seconds of the rest that it begins, or None if it begins none."""
         if name in self:
             return None
-        known = self._known.setdefault(name, _Failures())
         now_s = self._clock.now_s()
+        if name not in self._known:
+            self._forget_old(now_s)
+        known = self._known.setdefault(name, _Failures())
         known.at_s.append(now_s)
         while known.at_s[0] <= now_s - self._window_s:
             known.at_s.popleft()
@@ -72,3 +75,10 @@ class Resting:
         known = self._known.get(name)
         if known is not None and known.rest_s and name not in self:
             del self._known[name]
+
+    def _forget_old(self, now_s: float) -> None:
+        """Forget what has not failed for the longest rest after its last: who names peers makes new names."""
+        for name, known in list(self._known.items()):
+            last_s = max(known.until_s, known.at_s[-1] + self._window_s if known.at_s else -math.inf)
+            if last_s + self._max_rest_s < now_s:
+                del self._known[name]

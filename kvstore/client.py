@@ -122,7 +122,7 @@ class BlockCache:
         """Return how many leading blocks are in our own store; without one, in any."""
         if self._own is None:
             return await self.match(chain)
-        return (await self._access(self._own).match(chain)).num_blocks
+        return (await (await self._access(self._own)).match(chain)).num_blocks
 
     async def load(
         self,
@@ -191,7 +191,7 @@ class BlockCache:
         if member is None:
             return 0
         try:
-            access = self._access(member)
+            access = await self._access(member)
             reserved = await access.reserve(chain[: first + len(offsets)], tenant)
         except CapacityError:
             return 0
@@ -221,12 +221,12 @@ class BlockCache:
         Raises:
             UnavailableError: the member does not answer.
         """
-        pinned = await self._access(member).pin(chain, seconds)
+        pinned = await (await self._access(member)).pin(chain, seconds)
         return pinned.ticket, pinned.num_blocks
 
     async def unpin(self, ticket: int, member: Member) -> None:
         """End a pin."""
-        await self._access(member).release(ticket)
+        await (await self._access(member)).release(ticket)
 
     async def delete(self, chain: Sequence[BlockHash]) -> int:
         """Forget `chain` wherever it is, as far as nothing else needs it; return replicas gone."""
@@ -235,7 +235,7 @@ class BlockCache:
         gone = 0
         for member in holders.values():
             try:
-                gone += await self._access(member).delete(chain)
+                gone += await (await self._access(member)).delete(chain)
             except ServeError as error:
                 note_failure(self._resting, member.epoch, error)
         return gone
@@ -280,8 +280,13 @@ class BlockCache:
             default=None,
         )
 
-    def _access(self, member: Member) -> StoreAccess:
+    async def _access(self, member: Member) -> StoreAccess:
         # By address: a member that restarts where it was needs no second connection.
+        if member.address not in self._accesses:
+            living = {each.address for each in (*await self.directory.members(), self._own) if each}
+            for gone in self._accesses.keys() - living:
+                # Its connection closes with the last call that goes by it.
+                del self._accesses[gone]
         if member.address not in self._accesses:
             self._accesses[member.address] = self._reach(member.address)
         return self._accesses[member.address]
@@ -303,7 +308,7 @@ class BlockCache:
     ) -> int:
         """Return how many blocks from `first` on came from this member, and are right."""
         try:
-            access = self._access(member)
+            access = await self._access(member)
             leased = await access.lease(chain, first)
         except ServeError as error:
             note_failure(self._resting, member.epoch, error)

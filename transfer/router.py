@@ -25,6 +25,8 @@ _WEIGHT = 0.2
 RANKED_FOR_S = 1.0
 """How long a ranking of transports is good for: to ask each of them takes longer than to copy 64 KiB."""
 MAX_RANKINGS = 4096
+MAX_PEERS = 1024
+"""Peers of which rates and rests are known. Beyond that the one met first is met anew."""
 
 log = logging.getLogger(__name__)
 
@@ -160,5 +162,7 @@ class Router:
     def _known(self, peer: PeerDescriptor) -> _PeerRates:
         known = self._peers.get(peer.node_id)
         if known is None or known.epoch != peer.epoch:
+            if known is None and len(self._peers) >= MAX_PEERS:
+                del self._peers[next(iter(self._peers))]
             known = self._peers[peer.node_id] = _PeerRates(peer.epoch, self._clock)
         return known

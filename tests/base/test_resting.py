@@ -1,5 +1,7 @@
 """What failed rests, longer each time, and comes back."""
 
+import weakref
+
 import pytest
 
 from base.resting import Resting
@@ -84,3 +86,19 @@ def test_a_success_between_failures_leaves_them_counted(patient: Resting) -> Non
     failed(patient, 2)
     patient.succeeded("a")
     assert patient.failed("a") == 30.0
+
+
+class Peer:
+    """A name of which can be seen whether anybody has it."""
+
+
+def test_names_that_are_not_used_again_are_forgotten(resting: Resting, clock: ManualClock) -> None:
+    """Each start of a process is another name."""
+    kept: weakref.WeakSet[Peer] = weakref.WeakSet()
+    for _ in range(200):
+        peer = Peer()
+        kept.add(peer)
+        assert resting.failed(peer) == 1.0
+        clock.advance(10.0)
+    del peer
+    assert len(kept) < 8

@@ -1,16 +1,18 @@
 """Which transport a batch takes, and what happens when one fails."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
 
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
+from base.resting import Resting
 from tests.manual_clock import ManualClock
 from transfer.batch import Pieces, Priority
 from transfer.owned import segment as segments
-from transfer.router import COOLDOWN_S, RANKED_FOR_S, Router
+from transfer.router import COOLDOWN_S, MAX_PEERS, RANKED_FOR_S, Router
 from transfer.transport import MEASURED_FROM_BYTES, TransferFacts, TransferObserver
 
 PEER = PeerDescriptor("peer", 1, ())
@@ -186,3 +188,13 @@ async def test_an_observer_is_notified_of_each_transport_that_a_batch_was_given_
         ("peer", "tcp", MEASURED_FROM_BYTES, 0.25, "CancelledError"),
         ("peer", "tcp", MEASURED_FROM_BYTES, 0.25, "NoneType"),
     ]
+
+
+async def test_what_is_known_of_peers_is_bounded(clock: ManualClock, tcp: Stub) -> None:
+    """A cluster that grows and shrinks for months meets ever new ones."""
+    router = Router([tcp], clock)
+    for number in range(MAX_PEERS + 500):
+        await router.move(PeerDescriptor(f"node-{number}", 1, ()), GRANT, PIECES, Priority.FOREGROUND)
+        clock.advance(RANKED_FOR_S)
+    assert sum(type(each) is Resting for each in gc.get_objects()) < MAX_PEERS + 100
+    await router.close()

@@ -81,6 +81,9 @@ class TcpTransport(Transport):
         address = peer.address_or_none(self.name)
         if address is None:
             raise TransferFailedError(f"{peer.node_id} has no tcp endpoint")
+        for node_id, each in list(self._peers.items()):
+            if each.is_gone:
+                del self._peers[node_id]
         fresh = self._peers[peer.node_id] = _Peer(address, key_of(peer), self._reactors, self._connections)
         return fresh
 
@@ -94,6 +97,11 @@ class _Peer:
         self._pollers = [reactors[index % len(reactors)] for index in range(connections)]
         self._bulk: list[_PeerLink] = []
         self._small: list[_PeerLink] = []
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no connection is left: another batch would open one, as to a peer that is new."""
+        return all(link.is_closed for link in (*self._bulk, *self._small))
 
     def link_of_loop(self) -> _PeerLink:
         """Return the link of the event loop."""

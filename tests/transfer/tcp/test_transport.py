@@ -1,14 +1,20 @@
 """Which connections a batch over tcp takes."""
 
 import asyncio
+import gc
 import random
+import socket
+
+import pytest
 
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.grants import Operation
+from base.errors import TransferFailedError
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.tcp.frame import SMALL_BYTES
+from transfer.tcp.link import ClientLink
 from transfer.tcp.transport import TcpTransport
 
 NUM_BYTES = 2 * SMALL_BYTES
@@ -41,3 +47,21 @@ async def test_batches_one_after_the_other_share_a_connection_and_those_at_once_
         assert num_frames() == [5, 1, 1]
         assert [link.num_batches for link in transport._peers["owner"]._bulk] == [0, 0, 0]
         assert theirs.memory == ours.memory
+
+
+async def test_nothing_is_kept_of_peers_that_are_gone() -> None:
+    def num_links() -> int:
+        gc.collect()
+        return sum(type(each) is ClientLink for each in gc.get_objects())
+
+    config, before = TransferConfig(transports=("tcp",)), num_links()
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        endpoint = Endpoint("tcp", f"127.0.0.1:{nobody.getsockname()[1]}")
+    async with TransferAgent("us", 1, config, SystemClock()) as us:
+        segment = us.allocate(1)
+        for number in range(50):
+            peer = PeerDescriptor(f"node-{number}", 1, (endpoint,))
+            grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 1, 60.0)
+            with pytest.raises(TransferFailedError):
+                await us.write(peer, grant, pieces_of(segment, [0], [0], 1))
+        assert num_links() - before < 4
