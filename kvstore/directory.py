@@ -28,6 +28,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -127,6 +128,7 @@ class RedisDirectory:
         self._outbox: OrderedDict[BlockHash, bool] = OrderedDict()
         self._has_news = asyncio.Event()
         self._is_joined = False
+        self._num_overruns = 0
         self.is_readable = True
         self.is_writable = True
         self._backoff_s = MIN_BACKOFF_S
@@ -202,6 +204,7 @@ class RedisDirectory:
             # Withdrawals are lost with it: those replicas are refused when asked for.
             self._outbox.clear()
             self._is_joined = False
+            self._num_overruns += 1
         if self.is_writable:
             self._has_news.set()
 
@@ -271,7 +274,7 @@ class RedisDirectory:
         await self._refresh_members(self._writer)
 
     async def _join(self, member: Member, key: bytes) -> None:
-        self._is_joined = False
+        self._is_joined, num_overruns = False, self._num_overruns
         epoch = _EPOCH.pack(member.epoch)
         description = pb.StoreMember(**MEMBER.pack(member)).SerializeToString()
         await _answer(
@@ -286,16 +289,25 @@ class RedisDirectory:
                 ],
             )
         )
-        for block_hash in self._own:
-            self._outbox.setdefault(block_hash, True)
+        held = list(self._own)
         self._republish_at_s = self._clock.now_s() + BLOCK_LIFE_S / 2
+        for at in range(0, len(held), WRITE_BATCH):
+            # What comes or goes meanwhile is in the outbox, and carried after this.
+            batch = [name for name in held[at : at + WRITE_BATCH] if name in self._own]
+            await self._carry_changes(member, dict.fromkeys(batch, True))
         while self._outbox:
             await self._carry_batch(member)
-        self._is_joined = True
+        self._is_joined = num_overruns == self._num_overruns
         event(log, "joined the directory", blocks=len(self._own))
 
     async def _carry_batch(self, member: Member) -> None:
-        batch = dict(list(self._outbox.items())[:WRITE_BATCH])
+        batch = dict(islice(self._outbox.items(), WRITE_BATCH))
+        await self._carry_changes(member, batch)
+        for block_hash, is_held in batch.items():
+            if self._outbox.get(block_hash) is is_held:
+                del self._outbox[block_hash]
+
+    async def _carry_changes(self, member: Member, batch: Mapping[BlockHash, bool]) -> None:
         epoch = _EPOCH.pack(member.epoch)
         stored = [_BLOCK + block_hash for block_hash, is_held in batch.items() if is_held]
         gone = [_BLOCK + block_hash for block_hash, is_held in batch.items() if not is_held]
@@ -305,9 +317,6 @@ class RedisDirectory:
             await _answer(self._scripts["publish"](keys=stored, args=args))
         if gone:
             await _answer(self._scripts["withdraw"](keys=gone, args=[epoch]))
-        for block_hash, is_held in batch.items():
-            if self._outbox.get(block_hash) is is_held:
-                del self._outbox[block_hash]
 
     async def _refresh_members(self, client: redis.asyncio.Redis) -> None:
         answer = await _answer(self._scripts["members"](keys=[_MEMBERS], args=[_MEMBER], client=client))

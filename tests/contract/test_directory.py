@@ -353,3 +353,20 @@ async def test_poison_in_redis_is_ignored(redis_world):
     outside = await redis_world.join()
     assert await holders(outside, "abcd") == [["one"]] * 3
     assert [member.node_id for member in await outside.members()] == ["one"]
+
+
+async def test_what_comes_while_a_member_with_many_blocks_joins_costs_none_of_them(redis_world, monkeypatch):
+    monkeypatch.setattr(under_test, "MAX_OUTBOX", 8)
+    monkeypatch.setattr(under_test, "WRITE_BATCH", 2)
+    one = await redis_world.join("one", 1)
+    names = [BlockHash(number.to_bytes(16, "big")) for number in range(30)]
+    one.publish(names)
+    joining = asyncio.ensure_future(one.flush())
+    while not joining.done():
+        names.append(BlockHash(len(names).to_bytes(16, "big")))
+        one.publish(names[-1:])
+        await asyncio.sleep(0)
+    for _ in range(2):
+        await one.flush()
+    outside = await redis_world.join()
+    assert await outside.lookup(names) == [(member_of("one", 1),)] * len(names)
