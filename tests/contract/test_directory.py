@@ -370,3 +370,20 @@ async def test_what_comes_while_a_member_with_many_blocks_joins_costs_none_of_th
         await one.flush()
     outside = await redis_world.join()
     assert await outside.lookup(names) == [(member_of("one", 1),)] * len(names)
+
+
+async def test_nothing_is_kept_of_members_whose_names_do_not_come_back(redis_world):
+    for number in range(1, 6):
+        member = member_of(f"pod-{number}", number)
+        directory = FlushedDirectory(redis_world.server.url, SystemClock(), random.Random(0), member)
+        running = asyncio.ensure_future(directory.run())
+        await directory.flush()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await directory.leave()
+        await directory.close()
+    last = await redis_world.join("last", 9)
+    assert [member.node_id for member in await last.members()] == ["last"]
+    async with redis.asyncio.Redis.from_url(redis_world.server.url) as client:
+        assert (await client.scard("conductor:members"), await client.hlen("conductor:nodes")) == (1, 1)
