@@ -28,6 +28,7 @@ import logging
 import mmap
 import os
 import stat
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,7 @@ PAGE_BYTES = 4096
 MIN_REST_S = 1.0
 MAX_REST_S = 300.0
 """The rests of a file that could not grow, the first and the longest."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 @dataclass(slots=True)
@@ -132,7 +133,7 @@ class DiskTier:
     def __init__(self, file: SlotFile, block_bytes: int, num_slots: int, clock: Clock) -> None:
         self._file = file
         self._block_bytes = block_bytes
-        self._slot_bytes = HEADER_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._slot_bytes = _slot_bytes(block_bytes)
         self._num_slots = num_slots
         self._slots: OrderedDict[BlockHash, _Slot] = OrderedDict()
         self._free: deque[int] = deque()
@@ -145,6 +146,7 @@ class DiskTier:
         self._unwritten: deque[int] = deque()
         """Slots that there was no room for."""
         self._num_bad = 0
+        self._num_held = 0
         self._writing: set[BlockHash] = set()
         self._num_erasing = 0
         self._sequence = 0
@@ -176,6 +178,21 @@ class DiskTier:
             if block_hash not in self._slots:
                 return count
         return len(chain)
+
+    def start(self) -> None:
+        """Have all threads now: work that finds none later would fail, and yet stand in line for the others.
+
+        Raises:
+            RuntimeError: there are not so many to be had.
+        """
+        begun = threading.Barrier(NUM_THREADS)
+        try:
+            for _ in range(NUM_THREADS):
+                self._threads.submit(begun.wait)
+        except RuntimeError:
+            begun.abort()
+            self._threads.shutdown()
+            raise
 
     async def recover(self) -> int:
         """Read the headers that a process before us wrote; return the blocks found."""
@@ -224,6 +241,7 @@ class DiskTier:
             return None
         self._slots.move_to_end(block_hash)
         slot.readers += 1
+        self._num_held += slot.readers == 1
         return await uninterrupted(self._read(slot, block_hash, into))
 
     async def forget(self, block_hash: BlockHash) -> bool:
@@ -238,12 +256,11 @@ class DiskTier:
 
     def accounts(self) -> DiskAccounts:
         """Return where all slots are."""
-        held = sum(slot.readers > 0 for slot in self._slots.values())
         return DiskAccounts(
             free=len(self._free) + len(self._unwritten) + self._num_slots - self._num_used,
             in_transfer=len(self._writing) + self._num_erasing,
-            cached=len(self._slots) - held,
-            held=held,
+            cached=len(self._slots) - self._num_held,
+            held=self._num_held,
             bad=self._num_bad,
             total=self._num_slots,
         )
@@ -252,6 +269,7 @@ class DiskTier:
         """Assert that every slot is in one place."""
         used = [*self._free, *self._unwritten, *(slot.index for slot in self._slots.values())]
         assert len(used) == len(set(used)), "a slot is in two places"
+        assert self._num_held == sum(slot.readers > 0 for slot in self._slots.values())
         books = self.accounts()
         parts = books.free + books.in_transfer + books.cached + books.held + books.bad
         assert parts == books.total, f"a slot is lost: {books}"
@@ -286,6 +304,7 @@ class DiskTier:
         loop = asyncio.get_running_loop()
         is_whole = await loop.run_in_executor(self._threads, self._read_slot, slot.index, block_hash, into)
         slot.readers -= 1
+        self._num_held -= slot.readers == 0
         if is_whole:
             return slot.checksum
         self.damaged += 1
@@ -358,18 +377,18 @@ class DiskTier:
 
     def _write_slot(self, index: int, header: bytes, *payload: memoryview) -> int:
         """Return 0, or the number of the error."""
-        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-        page[:] = header
-        parts = [page, *payload]
         try:
+            page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+            page[:] = header
+            parts = [page, *payload]
             written = self._file.write(index * self._slot_bytes, parts)
         except OSError as error:
             return error.errno or errno.EIO
         return 0 if written == sum(part.nbytes for part in parts) else errno.ENOSPC
 
     def _read_slot(self, index: int, block_hash: BlockHash, into: memoryview) -> bool:
-        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         try:
+            page = memoryview(mmap.mmap(-1, HEADER_BYTES))
             count = self._file.read(index * self._slot_bytes, [page, into])
         except OSError:
             return False
@@ -383,10 +402,10 @@ class DiskTier:
 
 
 def opened(folder: Path, block_bytes: int, num_slots: int, clock: Clock) -> DiskTier:
-    """Open or make the slots in `folder`, which is ours alone while they are open.
+    """Open or make the slots in `folder`, which is ours alone while they are open; those beyond go.
 
     Raises:
-        ConfigError: it cannot be opened, is no plain file of ours, or is in use.
+        ConfigError: it cannot be opened, is no plain file of ours, or is in use; or there are no threads.
     """
     fds: list[int] = []
     try:
@@ -402,11 +421,23 @@ def opened(folder: Path, block_bytes: int, num_slots: int, clock: Clock) -> Disk
         state = os.fstat(fds[0])
         if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink != 1:
             raise OSError(errno.EPERM, "not a plain file of this user alone")
+        os.ftruncate(fds[0], min(state.st_size, num_slots * _slot_bytes(block_bytes)))
     except OSError as error:
         for fd in fds:
             os.close(fd)
         raise ConfigError(f"disk.folder: {folder / FILE_NAME}: {error.strerror}") from error
-    return DiskTier(DirectFile(fds[0], fds[-1]), block_bytes, num_slots, clock)
+    file = DirectFile(fds[0], fds[-1])
+    tier = DiskTier(file, block_bytes, num_slots, clock)
+    try:
+        tier.start()
+    except RuntimeError as error:
+        file.close()
+        raise ConfigError(f"disk.folder: no threads for {folder / FILE_NAME}: {error}") from error
+    return tier
+
+
+def _slot_bytes(block_bytes: int) -> int:
+    return HEADER_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _open_file(folder_fd: int, flag: int) -> int:

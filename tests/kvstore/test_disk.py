@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from base.checksum import checksum
 from base.errors import ConfigError
 from kvstore.disk import FILE_NAME, MAX_REST_S, DiskTier, opened
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
+from tests.effort import counting
 from tests.kvstore.disk_writer import BLOCK_BYTES, name_of, page_aligned, payload_of, read_back
 from tests.manual_clock import ManualClock
 from tests.simulation.disk import PAGE_BYTES, DiskFaults, SimDisk
@@ -204,6 +206,68 @@ async def test_a_tier_of_another_block_size_starts_empty(tmp_path):
     other = opened(tmp_path, 2 * BLOCK_BYTES, 8, ManualClock())
     assert await other.recover() == 0
     await other.close()
+
+
+async def test_a_tier_that_is_made_smaller_gives_the_disk_back_what_it_had_more(tmp_path):
+    tier = await open_tier(tmp_path, num_slots=8)
+    for number in range(8):
+        await write(tier, number)
+    await tier.close()
+    tier = await open_tier(tmp_path, num_slots=3)
+    assert (tmp_path / FILE_NAME).stat().st_size == 3 * SLOT_BYTES
+    assert [await reads(tier, number) for number in range(8)] == [True] * 3 + [False] * 5
+    await tier.close()
+    tier = await open_tier(tmp_path, num_slots=8)
+    assert len(tier) == 3
+    await tier.close()
+
+
+def no_thread(*_):
+    raise RuntimeError("can't start new thread")
+
+
+async def test_a_tier_goes_on_where_the_process_gets_no_threads_any_more(tmp_path, monkeypatch):
+    tier = await open_tier(tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert await asyncio.gather(*(write(tier, number) for number in range(8))) == [True] * 8
+    assert [await reads(tier, number) for number in range(9)] == [True] * 8 + [False]
+    monkeypatch.undo()
+    await tier.close()
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(ConfigError, match="can't start new thread"):
+        await open_tier(tmp_path)
+    monkeypatch.undo()
+    await (await open_tier(tmp_path)).close()
+
+
+async def test_without_memory_for_a_header_a_block_is_a_miss_and_no_slot_is_lost(tmp_path, monkeypatch):
+    def no_memory(*_):
+        raise OSError(errno.ENOMEM, "cannot allocate memory")
+
+    clock = ManualClock()
+    tier = opened(tmp_path, BLOCK_BYTES, 16, clock)
+    await write(tier, 0)
+    buffers = {number: page_aligned(BLOCK_BYTES) for number in range(3)}
+    monkeypatch.setattr("kvstore.disk.mmap.mmap", no_memory)
+    assert await tier.read(name_of(0), buffers[0]) is None
+    assert not await tier.write(name_of(1), buffers[1], 0)
+    monkeypatch.undo()
+    tier.check()
+    assert tier.accounts().held == tier.accounts().in_transfer == 0
+    clock.advance(1.0)
+    assert await write(tier, 2)
+    await tier.close()
+
+
+async def test_to_count_what_is_held_takes_no_look_at_each_slot():
+    """A disk has a million of them, and they are counted every second."""
+    tier = DiskTier(SimDisk(random.Random(0), DiskFaults()), BLOCK_BYTES, 400, ManualClock())
+    for number in range(400):
+        await write(tier, number)
+    with counting() as effort:
+        assert tier.accounts().cached == 400
+    assert effort.lines < 50
+    await tier.close()
 
 
 async def test_a_full_disk_keeps_what_it_has_and_goes_on_in_place(tmp_path):
