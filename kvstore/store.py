@@ -217,6 +217,7 @@ class Store:
 
     async def delete(self, chain: Sequence[BlockHash]) -> int:
         """Forget `chain` from its tail, as far as nothing needs it; return the blocks gone."""
+        await self._lowered(chain)
         gone = self.pool.delete(chain)
         self._withdraw(gone)
         if self.disk is not None:
@@ -342,11 +343,15 @@ class Store:
             self._lease_grants.pop(ticket, None)  # not before: who ends it meanwhile has to wait too
         self.pool.end(ticket)
 
-    async def _lift(self, chain: Sequence[BlockHash]) -> None:
-        """Bring the blocks of `chain` that are on disk into memory, as far as there is room."""
+    async def _lowered(self, chain: Sequence[BlockHash]) -> None:
+        """Wait until what is on its way to disk is there."""
         if any(block_hash in self._leaving for block_hash in chain):
             async with self._lowering:
-                pass  # until they are on disk
+                pass
+
+    async def _lift(self, chain: Sequence[BlockHash]) -> None:
+        """Bring the blocks of `chain` that are on disk into memory, as far as there is room."""
+        await self._lowered(chain)
         found = self.match(chain)
         if self.disk is None or found.num_blocks == found.num_in_memory:
             return

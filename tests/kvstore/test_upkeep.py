@@ -111,3 +111,24 @@ async def test_a_disk_that_hangs_keeps_no_put_and_no_lease_that_ran_out(cluster)
         disk.may_write.set()
         await one.store.close()
         await one.store.disk.close()
+
+
+async def test_what_is_deleted_on_its_way_to_disk_is_gone(cluster):
+    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
+    disk = HangingDisk()
+    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
+    try:
+        await save(one.cache, "abcdef")
+        lowering = asyncio.create_task(one.store.tick())
+        await until(lambda: one.store.pool.accounts().in_transfer == 4)
+        deleting = asyncio.create_task(one.store.delete(chain_of("abcdef")))
+        await asyncio.wait([deleting], timeout=0.1)
+        disk.may_write.set()
+        await lowering
+        assert await deleting == 6
+        assert one.store.match(chain_of("abcdef")).num_blocks == 0
+        one.store.check()
+    finally:
+        disk.may_write.set()
+        await one.store.close()
+        await one.store.disk.close()
