@@ -29,6 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SOFT_PIN_S = 24 * 3600.0
 """Longest pin, and that of one that names no time: who asked for it may be gone for ever."""
+_HAS_ITS_SHARE = "this host has as much of the pool as one may: end reservations or pins first"
 
 
 class StoreService(KvStoreServicer):
@@ -85,6 +86,9 @@ class StoreService(KvStoreServicer):
         peer, seconds = _peer(context), request.seconds or MAX_SOFT_PIN_S
         chain = chain_from(request.hashes)[: _some(self._holds.num_free(peer))]
         pinned = await self._store.pin(chain, seconds)
+        if pinned.num_blocks > self._holds.num_free(peer):  # others of its calls waited for the disk too
+            await self._store.release(pinned.ticket)
+            raise CapacityError(_HAS_ITS_SHARE)
         self._holds.add(peer, (TicketKind.READ, pinned.ticket), pinned.num_blocks, seconds)
         return pb.PinResponse(ticket=pinned.ticket, num_blocks=pinned.num_blocks)
 
@@ -109,7 +113,7 @@ def admit_nodes(method: str, context: Context) -> AbstractContextManager[None]:
 def _some(num_free: int) -> int:
     """Return the blocks that a peer may still have; raises CapacityError where it may have none."""
     if num_free <= 0:
-        raise CapacityError("this host has as much of the pool as one may: end reservations or pins first")
+        raise CapacityError(_HAS_ITS_SHARE)
     return num_free
 
 
