@@ -15,7 +15,7 @@ import grpc
 from base.block_hash import BlockHash
 from base.clock import Clock
 from base.codec import TUPLE, message_of, optional
-from base.errors import CapacityError, ServeError, UnavailableError
+from base.errors import CapacityError, ProtocolError, ServeError, UnavailableError
 from base.logs import event
 from base.resting import Resting
 from base.wire import GRANT
@@ -118,7 +118,11 @@ class RemoteAccess:
         return MEMBER.unpack(answer.member), answer.num_blocks
 
     async def _match(self, chain: Sequence[BlockHash]) -> pb.MatchResponse:
-        return await _answer(self._stub.Match(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S))
+        call = self._stub.Match(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S)
+        answer = await _answer(call)
+        if answer.num_blocks > len(chain):
+            raise ProtocolError(f"{answer.num_blocks} blocks of a chain of {len(chain)}")
+        return answer
 
     async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut:
         request = pb.ReserveRequest(hashes=chain_to(chain), tenant=tenant)

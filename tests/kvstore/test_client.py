@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from base.checksum import checksum
+from base.clock import SystemClock
 from base.errors import UnavailableError
 from base.grants import Operation
 from bench.faults.transport import Fault, FaultyTransport
 from kvstore.access import RemoteAccess
 from kvstore.context import private_segment
+from kvstore.peers import PeerDirectory
+from kvstore.service import StoreService
 from kvstore.store import Leased, OpenPut
 from tests.kvstore.cancelled import CancelledAt
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, load, running_cluster, save
@@ -99,6 +102,27 @@ async def test_a_store_whose_blocks_have_another_length_reaches_nothing_beside_o
     before = bytes(one.store.segment.memory)
     assert await cache.save(chain_of("a"), ours, [0], [1]) == 0
     assert bytes(one.store.segment.memory) == before
+
+
+async def test_a_member_that_claims_more_blocks_than_were_asked_for_is_left_out(cluster, monkeypatch):
+    """Each would be listed, and there may be four thousand million of them."""
+    match = StoreService.Match
+
+    async def boasting(self, request, context):
+        answer = await match(self, request, context)
+        if answer.member.node_id == "two":
+            answer.num_blocks = 1_000
+        return answer
+
+    monkeypatch.setattr(StoreService, "Match", boasting)
+    one, two = await cluster.node("one"), await cluster.node("two")
+    await save(one.cache, "abc")
+    directory = PeerDirectory([one.member.address, two.member.address], SystemClock())
+    try:
+        found = await directory.lookup(chain_of("abcd"))
+        assert [[member.node_id for member in replicas] for replicas in found] == [["one"]] * 3
+    finally:
+        await directory.close()
 
 
 async def test_a_tail_without_its_head_is_not_saved(cluster):
