@@ -34,7 +34,7 @@ from base.together import together
 from base.uninterrupted import uninterrupted
 from kvstore.access import LocalAccess, RemoteAccess, StoreAccess, note_failure, resting_peers
 from kvstore.directory import Directory, Replicas
-from kvstore.store import Leased, OpenPut, Store
+from kvstore.store import MAX_PUT_BLOCKS, Leased, OpenPut, Store
 from kvstore.wire import Member
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
@@ -83,6 +83,16 @@ class _Landing:
         if self.sums is not None:
             return await self.sums(offsets)
         return await asyncio.to_thread(_sums_on_host, self.into.memory, length, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Blocks to be stored, from the one of index `first` in their chain on."""
+
+    source: Segment
+    offsets: Sequence[int]
+    checksums: Sequence[int]
+    first: int
 
 
 class BlockCache:
@@ -190,30 +200,12 @@ class BlockCache:
         member = await self._home(chain)
         if member is None:
             return 0
-        try:
-            access = await self._access(member)
-            reserved = await access.reserve(chain[: first + len(offsets)], tenant)
-        except CapacityError:
-            return 0
-        except ServeError as error:
-            note_failure(self._resting, member.epoch, error)
-            return 0
-        if reserved.grant is None or not reserved.missing:
-            return 0
-        if min(reserved.missing) < first:
-            await self._quietly(access.abort(reserved.ticket))
-            return 0
-        try:
-            await self._write(member, reserved, source, offsets, first, priority)
-            sums = [checksums[index - first] for index in reserved.missing]
-            return await access.commit(reserved.ticket, sums)
-        except ServeError as error:
-            note_failure(self._resting, member.epoch, error)
-            await self._quietly(access.abort(reserved.ticket))
-            return 0
-        except asyncio.CancelledError:
-            await uninterrupted(self._quietly(access.abort(reserved.ticket)))
-            raise
+        num_stored = 0
+        for at in range(0, len(offsets), MAX_PUT_BLOCKS):
+            end = min(at + MAX_PUT_BLOCKS, len(offsets))
+            blocks = _Blocks(source, offsets[at:end], checksums[at:end], first + at)
+            num_stored += await self._put(member, chain[: first + end], blocks, tenant, priority)
+        return num_stored
 
     async def pin(self, chain: Sequence[BlockHash], seconds: float, member: Member) -> tuple[int, int]:
         """Keep leading blocks in a member's memory; return (ticket, blocks). 0 seconds: until `unpin`.
@@ -381,21 +373,42 @@ class BlockCache:
 
         await together(read(number) for number in range(len(stripes.shares)))
 
-    async def _write(
-        self,
-        member: Member,
-        reserved: OpenPut,
-        source: Segment,
-        offsets: Sequence[int],
-        first: int,
-        priority: Priority,
-    ) -> None:
-        grant, missing = reserved.grant, reserved.missing
-        if grant is None or len(missing) != len(grant.offsets) or max(missing) >= first + len(offsets):
+    async def _put(
+        self, member: Member, chain: Sequence[BlockHash], blocks: _Blocks, tenant: str, priority: Priority
+    ) -> int:
+        """Store the last blocks of `chain`; return how many are stored."""
+        try:
+            access = await self._access(member)
+            reserved = await access.reserve(chain, tenant)
+        except CapacityError:
+            return 0
+        except ServeError as error:
+            note_failure(self._resting, member.epoch, error)
+            return 0
+        if reserved.grant is None or not reserved.missing:
+            return 0
+        if min(reserved.missing) < blocks.first:
+            await self._quietly(access.abort(reserved.ticket))
+            return 0
+        try:
+            await self._write(member, reserved, blocks, priority)
+            sums = [blocks.checksums[index - blocks.first] for index in reserved.missing]
+            return await access.commit(reserved.ticket, sums)
+        except ServeError as error:
+            note_failure(self._resting, member.epoch, error)
+            await self._quietly(access.abort(reserved.ticket))
+            return 0
+        except asyncio.CancelledError:
+            await uninterrupted(self._quietly(access.abort(reserved.ticket)))
+            raise
+
+    async def _write(self, member: Member, reserved: OpenPut, blocks: _Blocks, priority: Priority) -> None:
+        grant, missing, first = reserved.grant, reserved.missing, blocks.first
+        if grant is None or len(missing) != len(grant.offsets) or max(missing) >= first + len(blocks.offsets):
             raise ProtocolError("a reservation has an offset for each block that is missing")
         self._require_whole(grant)
-        wanted = [offsets[index - first] for index in missing]
-        pieces = pieces_of(source, wanted, grant.offsets, grant.length)
+        wanted = [blocks.offsets[index - first] for index in missing]
+        pieces = pieces_of(blocks.source, wanted, grant.offsets, grant.length)
         await self._agent.write(member.peer, grant, pieces, priority=priority)
 
     def _require_whole(self, grant: Grant) -> None:

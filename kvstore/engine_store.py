@@ -29,13 +29,13 @@ from base.logs import event
 from kvstore.block_mover import BlockMover
 from kvstore.client import Stripes
 from kvstore.load_costs import LoadCosts
-from kvstore.store import Store
+from kvstore.store import MAX_PUT_BLOCKS, Store
 
 log = logging.getLogger(__name__)
 
 MAX_OFFERS = 1024
 GROUP_S = 0.1
-"""A group is what the bandwidth carries in this time, or one block."""
+"""A group is what the bandwidth carries in this time, or one block; and no more than a put has."""
 
 
 class EngineBlocks(Protocol):
@@ -160,7 +160,7 @@ class EngineStore:
     async def _save(self, chain: Sequence[BlockHash], tenant: str) -> None:
         """Save what is missing of `chain`; drop what cannot be, from the first such block on."""
         size = self._block_bytes
-        group = max(1, int(self._bytes_per_s * GROUP_S) // size)
+        group = min(max(1, int(self._bytes_per_s * GROUP_S) // size), MAX_PUT_BLOCKS)
         at = 0
         try:
             at = await self._mover.num_saved(chain)

@@ -20,7 +20,7 @@ from base.rpc import Service
 from base.tls import NODE_NAME
 from kvstore.access import LEASED, OPEN_PUT
 from kvstore.peer_holds import PeerHolds, TicketKind
-from kvstore.store import LEASE_S, PUT_S, Store
+from kvstore.store import LEASE_S, MAX_PUT_BLOCKS, PUT_S, Store
 from kvstore.wire import MEMBER, Member, chain_from
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_server
@@ -51,7 +51,7 @@ class StoreService(KvStoreServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         chain, peer = chain_from(request.hashes), _peer(context)
         known = self._store.pool.match(chain)
-        chain = chain[: known + _some(self._holds.num_free(peer))]
+        chain = chain[: known + min(MAX_PUT_BLOCKS, _some(self._holds.num_free(peer)))]
         reserved = self._store.reserve(chain, request.tenant)
         if reserved.grant is not None:
             self._holds.add(peer, (TicketKind.PUT, reserved.ticket), len(reserved.missing), PUT_S)

@@ -40,6 +40,8 @@ PUT_S = 30.0
 """Time from reserve to commit. Longer than a transfer may take (20 s)."""
 LEASE_S = 30.0
 """Time for a read, as long for the same reason. Mooncake's 10 s fail slow reads."""
+MAX_PUT_BLOCKS = 2048
+"""Blocks of one put from elsewhere: its end holds the event loop for some 10 ms, and for 130 with 8,192."""
 UPKEEP_S = 1.0
 """Time that a tick waits for what it has begun."""
 _LOWERING = 0

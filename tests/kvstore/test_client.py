@@ -104,6 +104,25 @@ async def test_a_store_whose_blocks_have_another_length_reaches_nothing_beside_o
     assert bytes(one.store.segment.memory) == before
 
 
+async def test_a_long_chain_is_saved_by_several_puts(cluster, monkeypatch):
+    """The end of a put names all its blocks in one turn of the event loop."""
+    for module in "client", "service":
+        monkeypatch.setattr(f"kvstore.{module}.MAX_PUT_BLOCKS", 4)
+    one = await cluster.node("one")
+    cache, _ = await cluster.client()
+    reached = RemoteAccess(one.member.address)
+    try:
+        reserved = await reached.reserve(chain_of("abcdefghijk"), "")
+        assert reserved.missing == (0, 1, 2, 3)
+        await reached.abort(reserved.ticket)
+    finally:
+        await reached.close()
+    assert await save(cache, "abcdefghijk") == 11
+    assert await load(cache, "abcdefghijk") == 11
+    assert await save(cache, "abcdefghijklmn", first=2) == 3
+    all_checked(one)
+
+
 async def test_a_member_that_claims_more_blocks_than_were_asked_for_is_left_out(cluster, monkeypatch):
     """Each would be listed, and there may be four thousand million of them."""
     match = StoreService.Match
