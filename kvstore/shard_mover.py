@@ -34,7 +34,7 @@ from base.logs import event
 from base.together import together
 from base.uninterrupted import uninterrupted
 from kvstore.client import Stripes
-from kvstore.store import Store
+from kvstore.store import LIFT_S, Store
 from transfer.shard import BlockMove, KvShard, NodeKv
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class ShardMover:
     async def load(
         self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int, stripes: Stripes | None
     ) -> int:
-        leased = await self._store.lease(chain, first)
+        leased = await self._store.lease(chain, first, LIFT_S)
         try:
             if leased.grant is None:
                 return 0

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -40,6 +41,8 @@ PUT_S = 30.0
 """Time from reserve to commit. Longer than a transfer may take (20 s)."""
 LEASE_S = 30.0
 """Time for a read, as long for the same reason. Mooncake's 10 s fail slow reads."""
+LIFT_S = 8.0
+"""Time that a reader gives the disk; after that it has what is in memory. Shorter than a call's limit."""
 MAX_PUT_BLOCKS = 2048
 """Blocks of one put from elsewhere: its end holds the event loop for some 10 ms, and for 130 with 8,192."""
 UPKEEP_S = 1.0
@@ -105,7 +108,7 @@ class Store:
         self._lowering = asyncio.Lock()
         self._leaving: set[BlockHash] = set()
         self._upkeep: dict[int, asyncio.Task[None]] = {}
-        """What ticks have begun and not seen the end of, by ticket, or as `_LOWERING`."""
+        """Upkeep that is under way, by ticket, or as `_LOWERING`."""
         self.crowded = asyncio.Event()
         """Set when memory is so full that blocks should go to disk before the next second."""
         self.num_damaged = 0
@@ -181,15 +184,16 @@ class Store:
 
     # --- reading ------------------------------------------------------------------------
 
-    async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased:
+    async def lease(self, chain: Sequence[BlockHash], first: int, lift_s: float | None = None) -> Leased:
         """Hold the leading blocks of `chain` that are here, for LEASE_S, and let them be read.
+
+        What is on disk and not in memory after `lift_s` seconds is left out; None: it is waited for.
 
         Raises:
             CapacityError: too many grants are live. Nothing is held.
         """
         if self.match(chain).num_blocks > self.pool.match(chain):
-            async with self._lifting:
-                await self._lift(chain)
+            await self._lifted(chain, lift_s)
         lease = self.pool.lease(chain, LEASE_S)
         block_ids = lease.block_ids[first:]
         if not block_ids:
@@ -206,8 +210,7 @@ class Store:
 
     async def pin(self, chain: Sequence[BlockHash], seconds: float) -> Leased:
         """Keep the leading blocks of `chain` in memory: for `seconds`, or (0) until `release`."""
-        async with self._lifting:
-            await self._lift(chain)
+        await self._lifted(chain, None)
         lease = self.pool.lease(chain, seconds if seconds > 0 else math.inf)
         return Leased(lease.lease_id, len(lease.records), None, ())
 
@@ -350,6 +353,19 @@ class Store:
         if any(block_hash in self._leaving for block_hash in chain):
             async with self._lowering:
                 pass
+
+    async def _lifted(self, chain: Sequence[BlockHash], lift_s: float | None) -> None:
+        """Wait until `chain` is in memory, or for so long; the disk brings it there all the same."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(lift_s):
+                await self._lifting.acquire()
+                await asyncio.shield(self._lift_in_turn(chain))
+
+    async def _lift_in_turn(self, chain: Sequence[BlockHash]) -> None:
+        try:
+            await self._lift(chain)
+        finally:
+            self._lifting.release()
 
     async def _lift(self, chain: Sequence[BlockHash]) -> None:
         """Bring the blocks of `chain` that are on disk into memory, as far as there is room."""

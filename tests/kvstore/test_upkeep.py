@@ -1,17 +1,17 @@
 """The upkeep of a store whose peer, or whose disk, takes for ever."""
 
 import asyncio
-import random
+import os
 import threading
 from contextlib import asynccontextmanager, suppress
+from tempfile import TemporaryFile
 
 import pytest
 
-from kvstore.disk import DiskTier
+from kvstore.disk import DirectFile, DiskTier
 from kvstore.hosting import keep_up
 from kvstore.store import LEASE_S
-from tests.kvstore.cluster import BLOCK_BYTES, chain_of, running_cluster, save
-from tests.simulation.disk import DiskFaults, SimDisk
+from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, running_cluster, save
 from transfer.owned.board import PeerBoard
 
 GIVEN_S = LEASE_S + 1.0
@@ -41,6 +41,11 @@ async def until(is_so):
             await asyncio.sleep(0)
 
 
+async def some_turns():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 @asynccontextmanager
 async def frozen_in_a_copy(node, grant):
     """A process of this host stands still while it copies under the grant, for the length of the body."""
@@ -52,12 +57,18 @@ async def frozen_in_a_copy(node, grant):
         frozen.close()
 
 
-class HangingDisk(SimDisk):
-    """Answers no write before it may."""
+class HangingFile(DirectFile):
+    """Answers no write, or no read, before it may."""
 
     def __init__(self):
-        super().__init__(random.Random(0), DiskFaults())
-        self.may_write = threading.Event()
+        with TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+        super().__init__(fd, fd)
+        self.may_write, self.may_read = threading.Event(), threading.Event()
+
+    def read(self, offset, parts):
+        self.may_read.wait()
+        return super().read(offset, parts)
 
     def write(self, offset, parts):
         self.may_write.wait()
@@ -85,7 +96,7 @@ async def test_a_lease_that_is_ended_twice_holds_until_the_copy_under_it_is_over
     leased = await one.store.lease(chain_of("abc"), 0)
     async with frozen_in_a_copy(one, leased.grant):
         ending = [asyncio.create_task(one.store.release(leased.ticket)) for _ in range(2)]
-        await asyncio.wait(ending, timeout=0.1)
+        await some_turns()
         assert one.store.pool.accounts().held == 3
     await asyncio.gather(*ending)
     assert one.store.pool.accounts().held == 0
@@ -93,7 +104,7 @@ async def test_a_lease_that_is_ended_twice_holds_until_the_copy_under_it_is_over
 
 async def test_a_disk_that_hangs_keeps_no_put_and_no_lease_that_ran_out(cluster):
     one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
-    disk = HangingDisk()
+    disk = HangingFile()
     one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
     try:
         await save(one.cache, "abcdef")
@@ -115,14 +126,14 @@ async def test_a_disk_that_hangs_keeps_no_put_and_no_lease_that_ran_out(cluster)
 
 async def test_what_is_deleted_on_its_way_to_disk_is_gone(cluster):
     one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
-    disk = HangingDisk()
+    disk = HangingFile()
     one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
     try:
         await save(one.cache, "abcdef")
         lowering = asyncio.create_task(one.store.tick())
         await until(lambda: one.store.pool.accounts().in_transfer == 4)
         deleting = asyncio.create_task(one.store.delete(chain_of("abcdef")))
-        await asyncio.wait([deleting], timeout=0.1)
+        await some_turns()
         disk.may_write.set()
         await lowering
         assert await deleting == 6
@@ -130,5 +141,36 @@ async def test_what_is_deleted_on_its_way_to_disk_is_gone(cluster):
         one.store.check()
     finally:
         disk.may_write.set()
+        await one.store.close()
+        await one.store.disk.close()
+
+
+async def test_a_reader_gives_a_disk_that_hangs_so_long_and_then_has_what_is_in_memory(cluster, monkeypatch):
+    for module in "access", "service":
+        monkeypatch.setattr(f"kvstore.{module}.LIFT_S", 0.01)
+    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
+    two = await cluster.node("two")
+    disk = HangingFile()
+    disk.may_write.set()
+    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
+    try:
+        await save(one.cache, "abcdef")
+        await one.store.tick()
+        assert one.store.match(chain_of("abcdef")).num_in_memory == 2
+        assert await load(one.cache, "abcdef") == 2
+        assert await load(two.cache, "abcdef") == 2
+        waiting = asyncio.create_task(one.store.pin(chain_of("abcdef"), 60.0))
+        await some_turns()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        one.store.check()
+        disk.may_read.set()
+        await until(lambda: one.store.pool.accounts().in_transfer == 0)
+        assert one.store.pool.accounts().held == 0
+        one.store.check()
+        assert (await one.store.lease(chain_of("abcdef"), 0)).num_blocks == 6
+    finally:
+        disk.may_read.set()
         await one.store.close()
         await one.store.disk.close()
