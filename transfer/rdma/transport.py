@@ -171,6 +171,9 @@ class RdmaTransport(Transport):
             address = peer.address_or_none(self.name)
             if address is None:
                 raise TransferFailedError(f"{peer.node_id} has no rdma endpoint")
+            for node_id, each in list(self._pairings.items()):
+                if each.link.is_closed:
+                    del self._pairings[node_id]
             known = Pairing(address, key_of(peer), self._rails, self._resting_rails, self._lanes, self._clock)
             self._pairings[peer.node_id] = known
         await known.ready()

@@ -1,7 +1,9 @@
 """Work on the rails of one peer, with rails that are made up: who goes first, and what a lost one leaves."""
 
 import asyncio
+import gc
 import select
+import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
@@ -307,6 +309,17 @@ async def moving(bed: Bed) -> AsyncIterator[Moving]:
     started = Moving(bed)
     yield started
     await started.transport.close()
+
+
+async def test_nothing_is_kept_of_peers_that_are_gone(moving: Moving) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        endpoint = Endpoint("rdma", f"127.0.0.1:{nobody.getsockname()[1]}")
+    for number in range(30):
+        moving.peer = PeerDescriptor(f"node-{number}", EPOCH, (endpoint,))
+        with pytest.raises(TransferFailedError):
+            await moving.begin()
+    gc.collect()
+    assert sum(type(each) is Pairing for each in gc.get_objects()) < 4
 
 
 @pytest.mark.parametrize("address", ["no address", "256.0.0.1:1", "127.0.0.1:99999"])
