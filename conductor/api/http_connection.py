@@ -2,9 +2,10 @@
 
 A head that is longer than `MAX_HEAD_BYTES`, or not there within `HEAD_TIMEOUT_S` of the
 connection's opening or of its own first byte, ends the connection; so does one connection too
-many, if none that asks nothing makes room (`base/arrivals.py`), and a client that reads nothing
-of its answer for `READ_TIMEOUT_S` once buffers are full: its request would be held until it
-does. Between two calls uvicorn's own timeout counts, in a body `http_reply.BODY_TIMEOUT_S`.
+many, if none that asks nothing makes room (`base/arrivals.py`), a call that comes while
+`MAX_PIPELINED` others wait for the answers before theirs, and a client that reads nothing of its
+answer for `READ_TIMEOUT_S` once buffers are full: its request would be held until it does.
+Between two calls uvicorn's own timeout counts, in a body `http_reply.BODY_TIMEOUT_S`.
 
 What is written in one turn of the event loop goes out together: an answer is written in up to
 four parts, and a system call costs more than all that makes them.
@@ -27,6 +28,8 @@ HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 32 << 10
 HEADER_OVERHEAD_BYTES = 32
 """The bytes that one more header counts as, as in HTTP/2: each is some objects here."""
+MAX_PIPELINED = 32
+"""Calls of one connection that wait for others of it: what is read at once may have 10,000."""
 MAX_CORKED_BYTES = 32 << 10
 READ_TIMEOUT_S = 60.0
 SHARE_OF_DESCRIPTORS = 0.5
@@ -109,6 +112,8 @@ class BoundedConnection(HttpToolsProtocol):
                 self._give_up("its head is too long")
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many calls at once")  # uvicorn answers 400
         super().on_message_begin()
         self._expect_head()
 

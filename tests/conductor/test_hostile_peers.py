@@ -53,6 +53,7 @@ HOSTILE_HTTP = {
     "10,000 headers": b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n",
     "a header without end": b"GET /health HTTP/1.1\r\nx: " + b"y" * MEBI,
     "a path without end": b"GET /" + b"y" * MEBI,
+    "10,000 calls at once": b"GET /nowhere HTTP/1.1\r\n\r\n" * 10_000,
 }
 
 
