@@ -104,10 +104,13 @@ class TlsListener:
         self,
         make: Callable[[], asyncio.Protocol],
         listener: socket.socket,
-        secured: ssl.SSLContext,
+        secured: Callable[[], ssl.SSLContext],
         arrivals: OpenConnections,
     ) -> None:
-        """Begin to accept. `close` it; the event loop is the one that runs."""
+        """Begin to accept. `close` it; the event loop is the one that runs.
+
+        `secured` makes the context of a handshake that begins.
+        """
         self._make = make
         self._listener = listener
         self._secured = secured
@@ -145,7 +148,7 @@ class TlsListener:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make,
                 handshake.socket,
-                ssl=self._secured,
+                ssl=self._secured(),
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
             )
         except OSError as error:

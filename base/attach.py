@@ -87,14 +87,14 @@ class AttachClient:
         info: NodeInfo,
         address: str,
         rng: random.Random,
-        secured: ssl.SSLContext | None = None,
+        secured: Callable[[], ssl.SSLContext] | None = None,
         dial_end: Callable[[End], Awaitable[None]] | None = None,
         observers: Sequence[MessageObserver] = (),
     ) -> None:
         """Begin unattached.
 
         Args:
-            secured: From `base/tls.py`; None: the conductor has no TLS.
+            secured: Makes what is dialled with (`base/tls.py`); None: the conductor has no TLS.
             dial_end: Gives the end a link; None: to `address`. A simulation's goes nowhere else.
         """
         self._info = info

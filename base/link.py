@@ -217,7 +217,7 @@ def _oversized(data: bytes, max_bytes: int) -> ServeError:
     return ProtocolError(f"a message of {num_bytes} bytes, of at most {max_bytes}")
 
 
-async def dial(end: End, address: str, secured: ssl.SSLContext | None = None) -> None:
+async def dial(end: End, address: str, secured: Callable[[], ssl.SSLContext] | None = None) -> None:
     """Connect to `address`, host:port; `end` has the link then. Raises OSError."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -225,14 +225,14 @@ async def dial(end: End, address: str, secured: ssl.SSLContext | None = None) ->
         lambda: TcpMessageStream(end),
         host,
         int(port),
-        ssl=secured,
+        ssl=secured() if secured else None,
         server_hostname=host if secured else None,
         ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if secured else None,
     )
 
 
 async def listen(
-    make_end: Callable[[], End], listener: socket.socket, secured: ssl.SSLContext | None
+    make_end: Callable[[], End], listener: socket.socket, secured: Callable[[], ssl.SSLContext] | None
 ) -> asyncio.Server | TlsListener:
     """Take connections; each has an end of its own. Who has sent no message makes room for others."""
     arrivals, turns = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS)), TurnBudget(TURN_BYTES)

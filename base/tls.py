@@ -1,8 +1,9 @@
 """Certificates: from PEM files to what gRPC and HTTP listen and dial with.
 
-Whoever listens reads its files again when they change, so a renewed certificate needs no
-restart: gRPC asks at each handshake, and so does OpenSSL, through its callback for server
-names. A file that was renewed and is wrong is logged, and the last good one stays.
+Files are read again when they have changed, so neither a renewed certificate nor an authority
+that is trusted no more needs a restart: gRPC asks at each handshake, and so does whoever takes
+or dials a connection of asyncio's. A file that was renewed and is wrong is logged, and the last
+good one stays.
 
 A peer learns nothing of why a handshake failed but what TLS itself says; the log of `base/arrivals.py` has
 the reason. gRPC would write a line for each to standard error: `base/__init__.py` has it write errors alone.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -28,23 +30,25 @@ NODE_NAME = "urn:conductor:node"
 
 
 class Certificates:
-    """The certificate of one listener, as its files are now. Each listener has its own."""
+    """The certificate of one listener or dialler, as its files are now. Each has its own."""
 
-    def __init__(self, tls: TlsConfig, where: str) -> None:
+    def __init__(self, tls: TlsConfig, where: str, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> None:
         """Read the files.
 
         Args:
             tls: `cert` and `key` are set; with `ca`, peers must show a certificate.
             where: What the configuration calls `tls`.
+            protocol: OpenSSL's name for who listens or dials.
 
         Raises:
             ConfigError: a file is missing or wrong; the message names key and file.
         """
         self._tls = tls
         self._where = where
+        self._protocol = protocol
         self._seen = self._stamps()
         self._pem = _read(tls, where)
-        self._context = _context(tls, where)
+        self._context = _context(tls, where, protocol)
 
     def for_grpc(self) -> grpc.ServerCredentials:
         configuration = self._configuration()
@@ -57,14 +61,11 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(configuration, renewed, needs_peers)  # type: ignore[arg-type]
 
     def context(self) -> ssl.SSLContext:
-        """Return what asyncio listens with: for HTTP, and for nodes."""
+        """Return what asyncio shakes hands with, by the files of this moment: for HTTP, and for nodes.
 
-        def renew(connection: object, name: str | None, context: ssl.SSLContext) -> None:
-            """Called at each handshake; what it loads is shown from the next one on."""
-            if self._reread():
-                context.load_cert_chain(self._tls.cert, self._tls.key, password="")
-
-        self._context.sni_callback = renew
+        A new one where they have changed: of one in use no authority can be taken away, nor its tickets.
+        """
+        self._reread()
         return self._context
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -77,9 +78,9 @@ class Certificates:
             return False
         self._seen = stamps
         try:
-            _context(self._tls, self._where)
+            self._context = _context(self._tls, self._where, self._protocol)
             self._pem = _read(self._tls, self._where)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:  # one may go while it is looked at
             event(log, "certificate not renewed", level=logging.ERROR, reason=error)
             return False
         event(log, "certificate renewed", cert=self._tls.cert)
@@ -89,11 +90,11 @@ class Certificates:
         return tuple(stamp_of(Path(path)) for path in (self._tls.cert, self._tls.key, self._tls.ca) if path)
 
 
-def dialling_context(tls: TlsConfig, where: str) -> ssl.SSLContext | None:
-    """Return what a process dials with; None: without TLS. Raises ConfigError as `Certificates`."""
+def dialling_context(tls: TlsConfig, where: str) -> Callable[[], ssl.SSLContext] | None:
+    """Return what makes a context to dial with; None: without TLS. Raises ConfigError as `Certificates`."""
     if not tls.is_set:
         return None
-    return _context(tls, where, ssl.PROTOCOL_TLS_CLIENT)
+    return Certificates(tls, where, ssl.PROTOCOL_TLS_CLIENT).context
 
 
 def dialling_credentials(tls: TlsConfig, where: str) -> grpc.ChannelCredentials | None:
@@ -123,7 +124,7 @@ def _pem(path: str, key: str, kind: bytes) -> bytes:
     return pem
 
 
-def _context(tls: TlsConfig, where: str, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
+def _context(tls: TlsConfig, where: str, protocol: int) -> ssl.SSLContext:
     _read(tls, where)
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

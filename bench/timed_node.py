@@ -232,7 +232,7 @@ class TimedNode:
         self,
         address: str,
         rng: random.Random,
-        secured: ssl.SSLContext | None = None,
+        secured: Callable[[], ssl.SSLContext] | None = None,
         dial_end: Callable[[End], Awaitable[None]] | None = None,
     ) -> None:
         """Serve a conductor, with the arguments of `AttachClient`."""

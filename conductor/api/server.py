@@ -155,7 +155,7 @@ class _HttpServer(uvicorn.Server):
 
     def __init__(self, app: object, tls: TlsConfig) -> None:
         self._arrivals = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS))
-        self._secured = Certificates(tls, "server.tls").context() if tls.is_set else None
+        self._secured = Certificates(tls, "server.tls").context if tls.is_set else None
         self._stopping = asyncio.Event()
         super().__init__(_http_config(app, self._arrivals))
 
@@ -197,7 +197,7 @@ async def _listen_for_nodes(
     secured = None
     if config.tls.is_set:
         # The conductor shows nodes the certificate that it shows clients, and trusts others.
-        secured = Certificates(replace(config.tls, ca=nodes.tls.ca), "nodes.tls").context()
+        secured = Certificates(replace(config.tls, ca=nodes.tls.ca), "nodes.tls").context
     listener = tcp_listener(config.host, nodes.attach_port, "nodes.attach_port")
     server = await listen(attach, listener, secured)
     listeners.callback(server.close)

@@ -95,7 +95,7 @@ async def test_of_what_came_together_so_much_is_handed_over_in_a_turn_whoever_se
     client = ssl.create_default_context(cadata=authority.pem.decode()) if secured else None
     ends = [Counting() for _ in range(3)]
     sent = [bytes([number]) * (1_000 if number % 5 else 12_000) for number in range(60)]
-    async with listening(*ends, secured=certificates and certificates.context()) as port:
+    async with listening(*ends, secured=certificates and certificates.context) as port:
         writers, counting = [], asyncio.create_task(count())
         for _ in ends:
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)

@@ -46,7 +46,7 @@ def authority(tmp_path):
 class Secure:
     """A conductor with TLS; nodes may attach to it."""
 
-    def __init__(self, model, authority, client_ca=""):
+    def __init__(self, model, authority, client_ca="", node_ca=""):
         clock = SystemClock()
         view = ClusterView(CostModel(load_profile("cpu-smollm2")), BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, view, clock)
@@ -54,12 +54,14 @@ class Secure:
             self.membership, Registered(10.0, 2.0, 1), clock, nodes_have_certificates=True
         )
         tls = dataclasses.replace(authority.issue("server"), ca=client_ca)
+        nodes_tls = authority.issue("node", NODE_NAME)
+        nodes_tls = dataclasses.replace(nodes_tls, ca=node_ca or nodes_tls.ca)
         self.listening = serving(
             model,
             lambda request: spoken(model, "hi"),
             server={"tls": tls},
             attach=self.attach.stream,
-            nodes=NodesConfig(tls=authority.issue("node", NODE_NAME)),
+            nodes=NodesConfig(tls=nodes_tls),
         )
 
     async def __aenter__(self):
@@ -264,7 +266,11 @@ class LossNoted(logging.Handler):
 
 async def is_attached(secure, tls):
     """Return whether a node is a member after its first try."""
-    client = AttachClient(node_info(), secure.attach_address, random.Random(0), dialling_context(tls, "tls"))
+    return await dials(secure, dialling_context(tls, "tls"))
+
+
+async def dials(secure, secured):
+    client = AttachClient(node_info(), secure.attach_address, random.Random(0), secured)
     ended = asyncio.Event()
     secure.membership.on_change(ended.set)
     handler, log = LossNoted(ended), logging.getLogger("base.attach")
@@ -339,15 +345,49 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(model, authority
         folder = Path(renewed.cert).parent
         for new, old in ((renewed.key, "server.key"), (renewed.cert, "server.pem")):
             os.replace(new, folder / old)
-        for port in (
-            ports[0],
-            ports[2],
-        ):  # asyncio's listeners look at each handshake, and show it at the next
-            await asyncio.to_thread(shown, port)
         assert [await asyncio.to_thread(shown, port) for port in ports] == ["renewed"] * 3
         # A broken file leaves the last good one in use.
         (folder / "server.pem").write_text("nothing")
         assert [await asyncio.to_thread(shown, port) for port in ports] == ["renewed"] * 3
+
+
+async def test_an_authority_that_is_taken_away_opens_nothing_any_more(model, authority, tmp_path):
+    """Certificates are not revoked one by one, so this is how their owners are locked out."""
+    other = Authority(tmp_path / "other", "other")
+    old, new = authority.issue("old", NODE_NAME), other.issue("new", NODE_NAME)
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(authority.pem)
+
+    async def let_in(own):
+        client = dataclasses.replace(own, ca=authority.path)
+        async with httpx.AsyncClient(verify=context_of(authority, own)) as asking:
+            try:
+                over_http = (await asking.get(f"{secure.api.secure_url}/health")).is_success
+            except httpx.TransportError:
+                over_http = False
+        try:
+            over_grpc = await generated(secure.api.grpc_address, credentials_of(authority, own)) == "hi"
+        except grpc.aio.AioRpcError:
+            over_grpc = False
+        return over_http, over_grpc, await is_attached(secure, client)
+
+    async with Secure(model, authority, client_ca=str(trusted), node_ca=str(trusted)) as secure:
+        assert (await let_in(old), await let_in(new)) == ((True,) * 3, (False,) * 3)
+        trusted.with_suffix(".new").write_bytes(other.pem)
+        os.replace(trusted.with_suffix(".new"), trusted)
+        assert (await let_in(old), await let_in(new)) == ((False,) * 3, (True,) * 3)
+
+
+async def test_a_node_dials_with_the_certificate_that_its_files_have_by_then(model, authority, tmp_path):
+    """One that is renewed while its node is attached is shown when the conductor has started again."""
+    own = Authority(tmp_path / "other", "other").issue("node", NODE_NAME)
+    dialling = dialling_context(dataclasses.replace(own, ca=authority.path), "tls")
+    async with Secure(model, authority) as secure:
+        assert not await dials(secure, dialling)
+        renewed = authority.issue("renewed", NODE_NAME)
+        for new, old in ((renewed.key, own.key), (renewed.cert, own.cert)):
+            os.replace(new, old)
+        assert await dials(secure, dialling)
 
 
 @pytest.mark.parametrize(
