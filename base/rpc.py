@@ -56,6 +56,11 @@ LOOKAHEAD_BYTES = 1 << 20
 """Bytes of a message that a client may send before the server has read what came before."""
 MESSAGE_TIMEOUT_S = 30.0
 """Limit for the message of a call to arrive: each that is under way holds what has come of it."""
+SLOW_S = 1.0
+"""Time after which a message that is under way counts as slow."""
+MAX_SLOW_MESSAGES = 64
+"""Slow messages of all clients. How much has come of one is not known before its end, so each is taken for
+one of the greatest length."""
 WRITE_TIMEOUT_S = 60.0
 """Limit for a client to take what is written to it, while its call holds all that it holds."""
 MAX_WATCHES = 256
@@ -284,6 +289,7 @@ class _Border(grpc.GenericRpcHandler):
         """Begin. `services`: the process's own; to the others, which are gRPC's, clients say names alone."""
         self._admit = admit
         self._services = {service.full_name: service for service in services}
+        self._slow = _SlowMessages()
         self._handlers: dict[str, Any] = {}
         """Handlers of gRPC by the path of their method."""
 
@@ -321,7 +327,7 @@ class _Border(grpc.GenericRpcHandler):
             method,
             self._admit,
             handler.response_streaming,
-            reads_stream,
+            None if reads_stream else self._slow,
             None if reads_stream else parse,
         )
         return make(bordered, parse if reads_stream else None, handler.response_serializer)
@@ -337,15 +343,40 @@ async def _hear(context: Context) -> None:
             await context.read()
 
 
-async def _message(context: Context) -> bytes:
-    """Return the one message of a call as it came; raises DeadlineError and InvalidRequestError."""
+class _SlowMessages:
+    """Calls whose messages take long, each with what ends it; the slowest gives way to one too many."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Alarm, asyncio.TimerHandle] = {}
+
+    def came(self, alarm: Alarm) -> None:
+        if len(self._ends) >= MAX_SLOW_MESSAGES:
+            self._end(next(iter(self._ends)), _too_many)
+        left_s = MESSAGE_TIMEOUT_S - SLOW_S
+        self._ends[alarm] = asyncio.get_running_loop().call_later(left_s, self._end, alarm)
+
+    def gone(self, alarm: Alarm) -> None:
+        if (end := self._ends.pop(alarm, None)) is not None:
+            end.cancel()
+
+    def _end(self, alarm: Alarm, error: Callable[[], ServeError] | None = None) -> None:
+        self.gone(alarm)
+        alarm.ring(error)
+
+
+async def _message(context: Context, slow: _SlowMessages) -> bytes:
+    """Return the one message of a call as it came.
+
+    Raises DeadlineError, RejectedError and InvalidRequestError.
+    """
     message: Any
     with Alarm(_too_slow) as alarm:
-        timer = asyncio.get_running_loop().call_later(MESSAGE_TIMEOUT_S, alarm.ring)
+        timer = asyncio.get_running_loop().call_later(SLOW_S, slow.came, alarm)
         try:
             message = await context.read()
         finally:
             timer.cancel()
+            slow.gone(alarm)
     if message is grpc.aio.EOF:
         raise InvalidRequestError("the call ended without a message")
     return bytes(message)
@@ -353,6 +384,10 @@ async def _message(context: Context) -> bytes:
 
 def _too_slow() -> DeadlineError:
     return DeadlineError(f"the message took longer than {MESSAGE_TIMEOUT_S:g} s")
+
+
+def _too_many() -> RejectedError:
+    return RejectedError(f"{MAX_SLOW_MESSAGES} messages are slow already, and this one has been for longest")
 
 
 def _parse(kind: type[Message], is_long: bool) -> Callable[[bytes], Any]:
@@ -422,16 +457,18 @@ def _bordered(
     method: str,
     admit: Admit,
     is_streaming: bool,
-    reads_stream: bool,
+    slow: _SlowMessages | None,
     parse: Callable[[bytes], Any] | None,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
+    """Return a handler with the border around it; without `slow` it reads its messages itself."""
+
     async def run(request: Any, context: Context) -> Any:
         unheard = True
         try:
             with admit(method, context):
                 unheard = False
-                if not reads_stream:
-                    request = await _message(context)
+                if slow is not None:
+                    request = await _message(context, slow)
                 if parse is not None:
                     request = await on_body(request, parse)
                 answer = behaviour(request, context)

@@ -332,22 +332,46 @@ def http2_field(name, value):
     return b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
-async def test_a_grpc_message_that_trickles_in_ends_its_call(model, monkeypatch):
-    monkeypatch.setattr(rpc, "MESSAGE_TIMEOUT_S", 0.05)
+@contextlib.asynccontextmanager
+async def trickling(port, num_calls):
+    """The reader of a connection on which so many calls have sent a part of their messages."""
     fields = {b":path": b"/conductor.v1.Inference/Generate", b":authority": b"x", b"te": b"trailers"}
     fields[b"content-type"] = b"application/grpc"
     head = b"\x83\x86" + b"".join(itertools.starmap(http2_field, fields.items()))  # POST, http
     begun = b"\0" + (1000).to_bytes(4) + b"x"
-    async with serving(model, lambda request: []) as api:
-        reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.grpc_port)
-        try:
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, 0, 0, b""))
-            writer.write(http2_frame(1, 4, 1, head) + http2_frame(0, 0, 1, begun))
-            async with asyncio.timeout(60):
-                await reader.readuntil(b"the message took longer than")
-        finally:
-            writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, 0, 0, b""))
+        for stream in range(1, 2 * num_calls, 2):
+            writer.write(http2_frame(1, 4, stream, head) + http2_frame(0, 0, stream, begun))
+        async with asyncio.timeout(60):
+            yield reader
+    finally:
+        writer.close()
+
+
+async def test_a_grpc_message_that_trickles_in_ends_its_call(model, monkeypatch):
+    monkeypatch.setattr(rpc, "MESSAGE_TIMEOUT_S", 0.05)
+    async with serving(model, lambda request: []) as api, trickling(api.ports.grpc_port, 1) as reader:
+        await reader.readuntil(b"the message took longer than")
         assert not api.dispatcher.requests
+
+
+async def test_of_grpc_messages_that_trickle_in_the_oldest_gives_way_to_one_too_many(model, monkeypatch):
+    """Each may hold the bytes of a message of the greatest length, which nobody counts before its end."""
+    monkeypatch.setattr(rpc, "MAX_SLOW_MESSAGES", 3)
+    async with serving(model, lambda request: []) as api, trickling(api.ports.grpc_port, 5) as reader:
+        ended = []
+        while len(ended) < 2:
+            head = await reader.readexactly(9)
+            said = await reader.readexactly(int.from_bytes(head[:3]))
+            if head[3] == 1:
+                assert b"3 messages are slow already" in said
+                ended.append(int.from_bytes(head[5:]))
+        assert ended == [1, 3]
+        async with grpc.aio.insecure_channel(api.grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            assert (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=60)).models
 
 
 async def test_bytes_that_are_no_http2_are_cut_off(model):
