@@ -77,7 +77,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, arrivals: OpenConnections | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._arrivals = arrivals or OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS))
+        # One that counts nobody yet is false.
+        self._arrivals = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS)) if arrivals is None else arrivals
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None

@@ -117,6 +117,7 @@ async def test_a_head_that_does_not_come_ends_the_connection(model, monkeypatch,
 
 async def test_connections_that_ask_nothing_make_room_for_those_that_do(model, monkeypatch):
     monkeypatch.setattr(arrivals, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 1e6)
     async with serving(model, lambda request: []) as api:
         opened = [await asyncio.open_connection("127.0.0.1", api.ports.http_port) for _ in range(20)]
         for _ in range(3):
