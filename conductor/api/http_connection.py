@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from base.arrivals import OpenConnections, num_allowed
 from base.logs import event
+from base.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,24 @@ class Corked:
         self._num_bytes = 0
 
 
+class _SeldomLines:
+    """A connection's logger: what clients can make uvicorn say, an answer cut off included, is no error."""
+
+    level = logging.WARNING
+
+    def __init__(self, seldom: Seldom) -> None:
+        self._seldom = seldom
+
+    def warning(self, said: str) -> None:
+        self._seldom.event("http connection", said, said=said)
+
+    def error(self, said: str, *values: object, exc_info: BaseException | None = None) -> None:
+        if exc_info is None:
+            self.warning(said)
+        else:
+            log.error(said, *values, exc_info=exc_info)
+
+
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection; the parser calls `on_message_begin` to `on_headers_complete`."""
 
@@ -79,6 +98,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*args, **options)
         # One that counts nobody yet is false.
         self._arrivals = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS)) if arrivals is None else arrivals
+        self.logger = _SeldomLines(self._arrivals.seldom)  # type: ignore[assignment]
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None

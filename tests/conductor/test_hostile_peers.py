@@ -8,6 +8,7 @@ Files: tests/test_hostile_files.py.
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 from functools import partial
 
@@ -181,6 +182,26 @@ async def test_an_answer_that_is_not_read_in_time_is_cut_off_with_nothing_else_i
         came = await reader.read(-1)
         assert len(came) < len(REPORTED)
         assert REPORTED.startswith(came)
+
+
+async def test_an_answer_that_is_cut_off_is_no_error_of_ours(model, caplog):
+    async with reporting(model, server=SHORT) as (places, reader):
+        while places.num_taken:
+            await asyncio.sleep(0)
+        await reader.read(-1)
+    assert any("returned without completing" in record.getMessage() for record in caplog.records)
+    assert max(record.levelno for record in caplog.records) == logging.WARNING
+
+
+async def test_what_is_no_call_over_http_has_a_line_together(model, caplog):
+    """Anybody can send it, and would fill the disk."""
+    upgrade = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with serving(model, lambda request: []) as api:
+        for _ in range(20):
+            assert b"400 Bad Request" in await told(api.ports.http_port, b"no HTTP\r\n\r\n")
+            assert b"200 OK" in await told(api.ports.http_port, upgrade)
+    for said in ("Invalid HTTP request", "Unsupported upgrade"):
+        assert len([record for record in caplog.records if said in record.getMessage()]) == 1
 
 
 async def read_to_its_end(call):
