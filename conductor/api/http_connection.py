@@ -7,6 +7,10 @@ many, if none that asks nothing makes room (`base/arrivals.py`), a call that com
 answer for `READ_TIMEOUT_S` once buffers are full: its request would be held until it does.
 Between two calls uvicorn's own timeout counts, in a body `http_reply.BODY_TIMEOUT_S`.
 
+A client that closes its side of the connection may have left: that looks the same until it is
+written to. So it gets what is answered within `LEFT_S`, and all of an answer whose length is known
+by then; for whoever else nothing more is generated. Over TLS asyncio closes at once.
+
 What is written in one turn of the event loop goes out together: an answer is written in up to
 four parts, and a system call costs more than all that makes them.
 """
@@ -33,6 +37,8 @@ MAX_PIPELINED = 32
 """Calls of one connection that wait for others of it: what is read at once may have 10,000."""
 MAX_CORKED_BYTES = 32 << 10
 READ_TIMEOUT_S = 60.0
+LEFT_S = 0.05
+"""Time for an answer to begin once its client sends nothing more."""
 SHARE_OF_DESCRIPTORS = 0.5
 """The listener's share; gRPC, nodes, and what the process opens itself have the rest."""
 
@@ -131,6 +137,19 @@ class BoundedConnection(HttpToolsProtocol):
             self._arrived_bytes += len(data)
             if self._arrived_bytes > MAX_HEAD_BYTES:
                 self._give_up("its head is too long")
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open for an answer."""
+        if self.scheme == "https" or self.cycle is None or self.cycle.response_complete:
+            self.transport.close()  # with what is corked
+            return False
+        self.cycle.keep_alive = False
+        self.loop.call_later(LEFT_S, self._left)
+        return True
+
+    def _left(self) -> None:
+        if self.cycle.chunked_encoding is not False:  # no answer has begun, or one of any length
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:

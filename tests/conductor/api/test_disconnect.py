@@ -6,6 +6,7 @@ import json
 import grpc
 import httpx
 import pytest
+import uvloop
 
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import MODEL, WAIT, serving, spoken
@@ -71,6 +72,44 @@ async def test_leaving_before_the_body_is_sent_ends_the_call(model):
         async with asyncio.timeout(60):
             await api.completions.wait_idle()
         assert api.dispatcher.requests == []
+
+
+LONG = "x" * (16 << 20)
+
+
+async def asked_by_halves(model, path, sent=b""):
+    """Return the answer to a client that closes its side of the connection once it has asked."""
+
+    async def replay(body):
+        return LONG
+
+    async with serving(model, stops_after(model, 1), reports={"/v1/replay": replay}) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
+        method = "POST" if sent else "GET"
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
+        writer.write(head.encode() + sent)
+        writer.write_eof()
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+            await api.completions.wait_idle()
+        writer.close()
+        return answer, api.dispatcher.num_cancelled
+
+
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+
+
+@LOOPS
+def test_who_has_asked_and_closes_its_side_gets_what_is_there_at_once(model, run):
+    assert b"200 OK" in run(asked_by_halves(model, "/health"))[0]
+    answer, _ = run(asked_by_halves(model, "/v1/replay", b'{"nodes": ["1P1D"]}'))
+    assert answer.endswith(LONG.encode() + b'"'), "the rest of a long answer is lost"
+
+
+@LOOPS
+def test_for_who_closes_its_side_nothing_is_generated(model, run):
+    """It may have left: that looks the same, until something is written to it."""
+    assert run(asked_by_halves(model, CHAT, body())) == (b"", 1)
 
 
 async def test_cancelled_sequences_are_counted_and_none_stays_running(model):
