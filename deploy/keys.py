@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from base.errors import ConfigError
-from conductor.api.keys import Key, KeyFile, Quota, made_key, read_keys, write_keys
+from conductor.api.keys import Key, KeyFile, Quota, change_keys, made_key, read_keys
 
 MAX_TENANT_CHARS = 128
 FILE = Path("~/.config/conductor-cluster/keys.json")
@@ -34,18 +34,18 @@ def main(
     asked = {"requests_per_s": rate, "burst": burst, "concurrent": concurrent}
     limits = {key: value for key, value in asked.items() if value is not None}
     try:
-        keys = read_keys(path) if path.exists() or action == "list" else KeyFile({}, ())
         if len(words) > 2:
             raise ConfigError(f"add NAME, list or remove NAME is wanted, not also {' '.join(words[2:])}")
         if action == "add" and name:
             key, secret = made_key(name, tenant or name, operator, critical)
-            _add(path, keys, key, limits)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            change_keys(path, lambda: _with(path, key, limits))
             print("This key is shown once and kept nowhere:", file=sys.stderr)
             print(secret)
         elif action == "remove" and name:
-            _remove(path, keys, name)
+            change_keys(path, lambda: _without(path, name))
         elif action == "list":
-            for key in keys.keys:
+            for key in read_keys(path).keys:
                 rights = f"{'  operator' if key.operator else ''}{'  critical' if key.critical else ''}"
                 print(f"{key.name}\t{key.tenant}\tck-{key.id}-...{rights}")
         else:
@@ -55,19 +55,24 @@ def main(
         raise typer.Exit(2) from error
 
 
-def _add(path: Path, file: KeyFile, added: Key, limits: dict[str, Any]) -> None:
+def _read(path: Path) -> KeyFile:
+    return read_keys(path) if path.exists() else KeyFile({}, ())
+
+
+def _with(path: Path, added: Key, limits: dict[str, Any]) -> KeyFile:
+    file = _read(path)
     if any(key.name == added.name for key in file.keys):
         raise ConfigError(f"{path}: a key named {added.name} is there already")
     if not (added.tenant.isascii() and added.tenant.isprintable() and len(added.tenant) <= MAX_TENANT_CHARS):
         raise ConfigError(f"the tenant's name: at most {MAX_TENANT_CHARS} printable ASCII characters")
     quota = dataclasses.replace(file.tenants.get(added.tenant, Quota()), **limits)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_keys(path, KeyFile({**file.tenants, added.tenant: quota}, (*file.keys, added)))
+    return KeyFile({**file.tenants, added.tenant: quota}, (*file.keys, added))
 
 
-def _remove(path: Path, file: KeyFile, name: str) -> None:
+def _without(path: Path, name: str) -> KeyFile:
+    file = _read(path)
     left = tuple(key for key in file.keys if key.name != name)
     if len(left) == len(file.keys):
         raise ConfigError(f"{path}: there is no key named {name}")
     tenants = {key.tenant: file.tenants[key.tenant] for key in left}
-    write_keys(path, KeyFile(tenants, left))
+    return KeyFile(tenants, left)

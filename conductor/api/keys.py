@@ -117,12 +117,28 @@ def read_keys(path: Path) -> KeyFile:
 
 
 def write_keys(path: Path, file: KeyFile) -> None:
-    """Replace the file, for its owner's eyes only; raises OSError."""
+    """Replace the file, as `change_keys` does."""
+    change_keys(path, lambda: file)
+
+
+def change_keys(path: Path, changed: Callable[[], KeyFile]) -> None:
+    """Replace the file by what `changed` reads and returns, for its owner's eyes only.
+
+    Raises ConfigError while another does so, OSError, and what `changed` raises; the file is unchanged then.
+    """
     draft = path.with_name(path.name + ".draft")
-    # Exclusive, so that of two who write at once one fails.
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        json.dump(dataclasses.asdict(file), out, indent=1)
-    draft.replace(path)
+    try:
+        # Exclusive, and before anything is read: what another has changed meanwhile would be undone.
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"{path}: another changes it now; if none does, remove {draft}") from error
+    try:
+        with os.fdopen(descriptor, "w") as out:
+            json.dump(dataclasses.asdict(changed()), out, indent=1)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink()
+        raise
 
 
 class TokenBucket:

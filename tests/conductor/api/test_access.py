@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import grpc
 import httpx
@@ -425,3 +426,46 @@ def test_a_key_is_made_critical_by_its_command_and_listed_so(tmp_path, capsys):
     with pytest.raises(RuntimeError):
         keys_command(["add", "one", "two"], **command, critical=False)
     assert "not also two" in capsys.readouterr().err
+
+
+COMMAND = {
+    **dict.fromkeys(("rate", "burst", "concurrent")),
+    **dict.fromkeys(("operator", "critical"), False),
+    "tenant": "",
+}
+
+
+def test_of_two_commands_at_once_none_undoes_what_the_other_did(tmp_path, monkeypatch):
+    """A key that was removed would be there again, and one that was printed would not."""
+    path, read, added = tmp_path / "keys.json", Path.read_text, []
+
+    def read_while_another_adds(file, *arguments):
+        text = read(file, *arguments)
+        monkeypatch.setattr(Path, "read_text", read)
+        with contextlib.suppress(RuntimeError):
+            keys_command(["add", "another"], file=path, **COMMAND)
+            added.append("another")
+        return text
+
+    keys_command(["add", "web"], file=path, **COMMAND)
+    monkeypatch.setattr(Path, "read_text", read_while_another_adds)
+    keys_command(["add", "batch"], file=path, **COMMAND)
+    assert [key.name for key in read_keys(path).keys] == ["web", *added, "batch"]
+    keys_command(["add", "another"], file=path, **COMMAND)
+
+
+def test_a_command_that_fails_leaves_the_file_to_the_next(tmp_path, monkeypatch):
+    path = tmp_path / "keys.json"
+    keys_command(["add", "web"], file=path, **COMMAND)
+
+    def full(*arguments, **options):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("conductor.api.keys.json.dump", full)
+        for words in (["add", "batch"], ["remove", "web"], ["remove", "nobody"]):
+            with pytest.raises(RuntimeError):
+                keys_command(words, file=path, **COMMAND)
+    assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
+    keys_command(["remove", "web"], file=path, **COMMAND)
+    assert read_keys(path) == KeyFile({}, ())
