@@ -23,6 +23,7 @@ from conductor.api.web_page import MODULES
 from deploy.keys import main as keys_command
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import MODEL, WAIT, serving, spoken
+from tests.effort import counting
 from tests.every_method import every_method
 
 CHAT = "/v1/chat/completions"
@@ -288,6 +289,26 @@ def test_keys_come_and_go_without_a_restart(keys):
     keys.path.write_text("{")
     clock.at_s = 4.0
     assert ring.find(secret) == added
+
+
+async def test_a_long_file_of_keys_is_read_beside_the_event_loop(tmp_path):
+    """Some thousand keys take longer than any call may hold it, whenever one of them comes or goes."""
+    path, clock = tmp_path / "keys.json", SetClock()
+    record, secret = made_key("new", "a")
+    others = tuple(dataclasses.replace(record, id=f"{number:x}") for number in range(2_000))
+    write_keys(path, KeyFile({"a": Quota()}, others))
+    ring = KeyRing(path, clock)
+    write_keys(path, KeyFile({"a": Quota()}, (*others, record)))
+    clock.at_s, found = 2.0, None
+    with counting() as effort, contextlib.suppress(UnauthenticatedError):
+        ring.find(secret)
+    assert effort.lines < len(others)
+    async with asyncio.timeout(60):
+        while found is None:
+            await asyncio.sleep(0)
+            with contextlib.suppress(UnauthenticatedError):
+                found = ring.find(secret)
+    assert found == record
 
 
 @given(garbage=st.text(max_size=80))
