@@ -48,6 +48,7 @@ class Certificates:
         self._protocol = protocol
         self._seen = self._stamps()
         self._pem = _read(tls, where)
+        self._dialled: tuple[bytes, bytes, bytes | None] | None = None
         self._context = _context(tls, where, protocol)
 
     def for_grpc(self) -> grpc.ServerCredentials:
@@ -59,6 +60,14 @@ class Certificates:
 
         needs_peers = bool(self._tls.ca)
         return grpc.dynamic_ssl_server_credentials(configuration, renewed, needs_peers)  # type: ignore[arg-type]
+
+    def to_dial_grpc(self) -> grpc.ChannelCredentials:
+        """Return what a channel is made with, by the files of this moment: the same while they are."""
+        self._reread()
+        if self._pem != self._dialled:
+            cert, key, ca = self._dialled = self._pem
+            self._credentials = grpc.ssl_channel_credentials(ca, key, cert)
+        return self._credentials
 
     def context(self) -> ssl.SSLContext:
         """Return what asyncio shakes hands with, by the files of this moment: for HTTP, and for nodes.
@@ -97,13 +106,11 @@ def dialling_context(tls: TlsConfig, where: str) -> Callable[[], ssl.SSLContext]
     return Certificates(tls, where, ssl.PROTOCOL_TLS_CLIENT).context
 
 
-def dialling_credentials(tls: TlsConfig, where: str) -> grpc.ChannelCredentials | None:
-    """Return what a process dials gRPC with; None: without TLS. Raises ConfigError as `Certificates`."""
+def dialling_credentials(tls: TlsConfig, where: str) -> Callable[[], grpc.ChannelCredentials] | None:
+    """Return what makes the credentials of a channel, anew once files change; as `dialling_context`."""
     if not tls.is_set:
         return None
-    _context(tls, where, ssl.PROTOCOL_TLS_CLIENT)
-    cert, key, ca = _read(tls, where)
-    return grpc.ssl_channel_credentials(ca, key, cert)
+    return Certificates(tls, where, ssl.PROTOCOL_TLS_CLIENT).to_dial_grpc
 
 
 def _read(tls: TlsConfig, where: str) -> tuple[bytes, bytes, bytes | None]:

@@ -7,8 +7,8 @@ has. Every call over gRPC has a deadline; a member that does not answer rests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Hashable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 
@@ -23,6 +23,9 @@ from kvstore.store import LIFT_S, Found, Leased, OpenPut, Store
 from kvstore.wire import MEMBER, Member, chain_to
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreStub
+
+if TYPE_CHECKING:
+    from protos.kvstore_pb2_grpc import KvStoreAsyncStub
 
 T = TypeVar("T")
 
@@ -101,14 +104,30 @@ class LocalAccess:
 class RemoteAccess:
     """A store of another process. Raises UnavailableError when it does not answer."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        """Begin; `credentials` are a node's, from `base/tls.py`: None where stores have no TLS."""
-        self._channel = (
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        )
-        self._stub = KvStoreStub(self._channel)
+    def __init__(
+        self, address: str, credentials: Callable[[], grpc.ChannelCredentials] | None = None
+    ) -> None:
+        """Begin; `credentials` makes a node's, from `base/tls.py`: None where stores have no TLS."""
+        self._address = address
+        self._credentials = credentials
+        self._shown: grpc.ChannelCredentials | None = None
+        self._dial()
+
+    def _dial(self) -> None:
+        """Make the channel. Nothing is dialled before the first call."""
+        if self._credentials is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        else:
+            self._shown = self._credentials()
+            self._channel = grpc.aio.secure_channel(self._address, self._shown, options=CHANNEL_OPTIONS)
+        self._stub_of_channel = KvStoreStub(self._channel)
+
+    @property
+    def _stub(self) -> KvStoreAsyncStub:
+        """The member, by a channel that shows the certificate of now: one made before never would."""
+        if self._credentials is not None and self._credentials() is not self._shown:
+            self._dial()
+        return self._stub_of_channel
 
     async def match(self, chain: Sequence[BlockHash]) -> Found:
         answer = await self._match(chain)

@@ -74,18 +74,18 @@ class Callers:
         stranger = other.issue("node", NODE_NAME)
         stranger = TlsConfig(stranger.cert, stranger.key, ours.path)
         nobody = grpc.ssl_channel_credentials(ours.pem)
-        client = dialling_credentials(ours.issue("client"), "tls")
+        client = dialling_credentials(ours.issue("client"), "tls")()
         named = (("x-tenant-id", "operator"), ("x-forwarded-client-cert", NODE_NAME))
         self.dialled = {
             "plain": (None, self.keys.metadata("operator")),
             "nobody": (nobody, ()),
             "a name": (nobody, named),
             "a wrong key": (nobody, (("authorization", "Bearer ck-00000000-nothing"),)),
-            "stranger": (dialling_credentials(stranger, "tls"), named),
+            "stranger": (dialling_credentials(stranger, "tls")(), named),
             "client": (client, named),
             "tenant": (client, self.keys.metadata("a")),
             "operator": (client, self.keys.metadata("operator")),
-            "node": (dialling_credentials(self.node, "tls"), ()),
+            "node": (dialling_credentials(self.node, "tls")(), ()),
         }
 
 

@@ -4,6 +4,8 @@ Who may call is swept by `tests/test_outsiders.py`.
 """
 
 import asyncio
+import dataclasses
+import os
 import secrets
 from contextlib import asynccontextmanager
 
@@ -82,6 +84,25 @@ async def test_with_tls_a_node_puts_and_gets(tmp_path):
     async with hosted(tls=own) as store, connected([store.member.address], tls=theirs) as cache:
         assert await save(cache, "abc") == 3
         assert await load(cache, "abc") == 3
+
+
+async def test_a_store_is_dialled_with_the_certificate_that_its_files_have_by_then(tmp_path):
+    """One that was renewed would be shown by nobody who has dialled before."""
+    authority = Authority(tmp_path)
+    theirs = Authority(tmp_path / "other", "other").issue("two", NODE_NAME)
+    tls = dataclasses.replace(theirs, ca=authority.path)
+    async with (
+        hosted(tls=authority.issue("node", NODE_NAME)) as store,
+        connected([store.member.address], tls=tls) as cache,
+    ):
+        assert await save(store.cache, "abc") == 3
+        assert await load(cache, "abc") == 0
+        renewed = authority.issue("renewed", NODE_NAME)
+        for new, old in ((renewed.key, theirs.key), (renewed.cert, theirs.cert)):
+            os.replace(new, old)
+        async with asyncio.timeout(60):
+            while await load(cache, "abc") != 3:  # whoever failed rests for a second
+                await asyncio.sleep(0)
 
 
 class Caller:
