@@ -22,7 +22,6 @@ Nothing here does I/O; one thread owns an index.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from itertools import repeat
 
 Key = Hashable
 
@@ -80,12 +79,10 @@ class PrefixIndex:
             return
         bit = self._bits[node]
         holders = self._holders
-        # most blocks have this holder alone: taken out in one go, the others put back
-        masks = list(map(holders.pop, keys, repeat(0)))
-        if masks.count(bit) != len(masks):
-            for key, mask in zip(keys, masks, strict=True):
-                if left := mask & ~bit:
-                    holders[key] = left
+        for key in keys:
+            mask = holders.pop(key, 0)
+            if mask != bit and (left := mask & ~bit):  # most blocks have this holder alone
+                holders[key] = left
         mine.difference_update(keys)
 
     def remove_node(self, node: int) -> None:
@@ -106,20 +103,18 @@ class PrefixIndex:
         The masks are disjoint. Nodes that do not hold the first block are in no group.
         """
         groups: list[Group] = []
-        current = -1
-        for depth, mask in enumerate(map(self._holders.get, chain, repeat(0))):
-            if mask != current:
-                deeper = current & mask
-                if deeper == current:
-                    continue
+        current, depth, get = -1, 0, self._holders.get
+        for key in chain:
+            mask = get(key, 0)
+            if mask != current and (deeper := current & mask) != current:
                 if depth:
                     groups.append((depth, current ^ deeper))
-                if not deeper:
-                    groups.reverse()
-                    return groups
                 current = deeper
-        if chain:
-            groups.append((len(chain), current))
+                if not current:
+                    break
+            depth += 1
+        if current > 0:
+            groups.append((depth, current))
         groups.reverse()
         return groups
 
