@@ -16,9 +16,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import islice
 
-# Up to this many bits it is cheaper to look at each than to walk a long order.
-FEW_NODES = 8
-LONG_ORDER = 64
+# To look at each node of a mask is cheaper than to walk an order of more than so many times as many.
+WALKED = 10
 
 
 def bits_of(mask: int, limit: int | None = None) -> list[int]:
@@ -92,7 +91,7 @@ class LoadOrder:
 
     def _walk(self, mask: int) -> int | None:
         """Return the first of `mask` in the order."""
-        if len(self._ordered_nodes) > LONG_ORDER and mask.bit_count() <= FEW_NODES:
+        if len(self._ordered_nodes) > WALKED * mask.bit_count():
             known = [(self.values[node], node) for node in bits_of(mask) if node in self.values]
             self.num_probes += len(known)
             return min(known)[1] if known else None
