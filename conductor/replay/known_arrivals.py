@@ -33,7 +33,7 @@ class KnownArrivals:
 
     def first(self, waiting: deque[SimRequest]) -> SimRequest | None:
         """Return the first who is known of those in line; None: nobody is."""
-        if self.are_all:
+        if self._latest_step <= self.until_step:
             return waiting[0] if waiting else None
         return next(filter(self._is_known, waiting), None)
 

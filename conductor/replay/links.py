@@ -78,7 +78,7 @@ class Flow:
     def rate(self) -> float:
         """Bytes a second, while it runs."""
         assert self.lane is not None
-        return self.lane.rate if self.is_slowed else self.limit
+        return self.limit if self.ends_at_count == inf else self.lane.rate
 
 
 class FlowLane:
@@ -142,7 +142,7 @@ class FlowLane:
     def remove(self, flow: Flow) -> None:
         at = self.flows.index(flow)
         del self.flows[at], self.limits[at]
-        self.num_free -= not flow.is_slowed
+        self.num_free -= flow.ends_at_count == inf
         flow.lane = None
 
     def slow(self, flow: Flow) -> None:

@@ -205,16 +205,16 @@ class SimEngine:
         if not self._steps:  # what comes at the same moment is in the same step
             self._schedule(now_s, self._begin_again, self._version, now_s)
             return
-        begun = self._num_begun(now_s)
+        steps = begun = self._num_begun(now_s)
         if self._launches_ahead:
             self._learned.until(begun - 1)
-        is_planned = self._launches_ahead and now_s >= self._planned_at_s(begun)
-        self._known.came(request, self._num_ended + begun + is_planned)
-        if self._chunks and is_prompt and not self._launches_ahead:
+            steps += now_s >= self._planned_at_s(begun)
+            self._known.came(request, self._num_ended + steps)
+        elif self._chunks and is_prompt:
             return  # whole chunks of the first are what they are, whoever waits
-        if (steps := begun + is_planned) < self._steps:
+        if steps < self._steps:
             self._begin(steps)
-        elif steps == self._steps:
+        elif self._launches_ahead and steps == self._steps:
             self._look_later()
 
     def _begin_again(self, version: int, now_s: float) -> None:
@@ -227,19 +227,19 @@ class SimEngine:
         self._version = version = self._version + 1
         at_s = self._ends_at_s(steps)
         self._schedule(at_s, self._stepped, version, at_s)
-        self._look_later()
+        if self._launches_ahead:
+            self._look_later()
 
     def _ends_at_s(self, steps: int) -> float:
         return self._started_at_s + steps * (self._first_s + self._growth_s * (steps - 1) / 2)
 
     def _planned_at_s(self, step: int) -> float:
         """Return when the step after one of the segment is planned; steps are numbered from 1."""
-        predicted_s = self._learned.segment.expected_s + self._growth_s * (step - 1)
-        return self._ends_at_s(step - 1) + self._learned.planned_after_s(predicted_s)
+        return self._ends_at_s(step - 1) + self._learned.planned_after_s(self._growth_s * (step - 1))
 
     def _look_later(self) -> None:
         """Look at prompts when the step after the last one is planned."""
-        if self._launches_ahead and self._queue and self.on_look is not None:
+        if self._queue and self.on_look is not None:
             self._schedule(self._planned_at_s(self._steps), self._look, self._version)
 
     def _look(self, version: int) -> None:
@@ -258,7 +258,7 @@ class SimEngine:
         if self._batch > 1:
             self._make_room()
         has_passed = False
-        if self._prompts or self._known.first(self._queue) is not None:
+        if self._prompts or (self._queue and self._known.first(self._queue) is not None):
             has_passed = self._take_chunks(now_s, foreseen_s)
         else:
             self._admit()
@@ -383,9 +383,6 @@ class SimEngine:
         self._slack.stepped()
         # what engines learn from the last of them comes after the next is planned, if that is launched ahead
         self._learned.until(steps - self._launches_ahead)
-        has_chunks, expected_s, beside_s = ended = self._learned.segment
-        last_s = expected_s + self._growth_s * (steps - 1)
-        foreseen_s = now_s - beside_s + last_s * (self._learned.ratio(has_chunks) - 1.0)
         if self._chunks:
             self.busy_s += now_s - self._started_at_s
         self._started_at_s = now_s
@@ -403,8 +400,10 @@ class SimEngine:
                 self._on_computed(request, now_s)
         self._is_between_steps = False
         if self._launches_ahead:
+            has_chunks, expected_s, beside_s = ended = self._learned.segment
+            last_s = expected_s + self._growth_s * (steps - 1)
             self._known.until_step = self._num_ended
-            self._plan(now_s, foreseen_s)
+            self._plan(now_s, now_s - beside_s + last_s * (self._learned.ratio(has_chunks) - 1.0))
             self._learned.observe(1, ended)
             self._known.until_step = inf
         if not self._steps:
@@ -426,7 +425,7 @@ class SimEngine:
         # as a step has them: the longest context first
         for request in sorted(ended, key=_context, reverse=True) if len(ended) > 1 else ended:
             self._on_finished(request, now_s)
-        if self._segments.is_long:
+        if ended and self._segments.is_long:
             self._segments.forget_before(min((entry[2].first_segment for entry in running), default=None))
 
     @property
@@ -436,7 +435,7 @@ class SimEngine:
     def _admit(self) -> None:
         """Let those who wait to decode join, first come first served, as far as places and KV go."""
         joining = self.joining
-        while (first := self._known.first(joining)) is not None and self._has_place and self._enter(first):
+        while joining and (first := self._known.first(joining)) and self._has_place and self._enter(first):
             joining.popleft()
 
     def _enter(self, request: SimRequest, is_new: bool = False) -> bool:

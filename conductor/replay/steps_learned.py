@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from base.step_cost import OBSERVED_STEPS, StepCorrection
 
-
-class SegmentSeconds(NamedTuple):
-    """Steps that go alike."""
-
-    has_chunks: bool
-    expected_s: float
-    """Seconds of the first, as an engine predicts them."""
-    beside_s: float
-    """Seconds that each takes more, which no engine foresees."""
+SegmentSeconds = tuple[bool, float, float]
+"""Steps that go alike: whether they have chunks, and the seconds of the first, as an engine predicts them.
+Last those that each takes more, which no engine foresees."""
 
 
 class StepsLearned:
@@ -22,7 +14,7 @@ class StepsLearned:
 
     def __init__(self, is_asked: bool) -> None:
         """Begin. `is_asked`: whether budgets ask for it; else nothing is learned."""
-        self.segment = SegmentSeconds(False, 0.0, 0.0)
+        self.segment: SegmentSeconds = (False, 0.0, 0.0)
         """The present one."""
         self._is_asked = is_asked
         self._correction = StepCorrection()
@@ -32,13 +24,14 @@ class StepsLearned:
         """Return what to multiply a prediction with."""
         return self._correction.ratio(has_chunks)
 
-    def planned_after_s(self, predicted_s: float) -> float:
-        """Return when the step after one of the present segment is planned, by the profile's seconds."""
-        return self._correction.planned_after_s(self.segment.has_chunks, predicted_s)
+    def planned_after_s(self, more_s: float) -> float:
+        """Return when the step after one is planned which is `more_s` longer than the segment's first."""
+        has_chunks, expected_s, _ = self.segment
+        return self._correction.planned_after_s(has_chunks, expected_s + more_s)
 
     def begins(self, has_chunks: bool, expected_s: float, beside_s: float) -> None:
         """Begin with the next segment."""
-        self.segment = SegmentSeconds(has_chunks, expected_s, beside_s)
+        self.segment = has_chunks, expected_s, beside_s
         self._num_of_segment = 0
 
     def until(self, steps: int) -> None:
