@@ -344,11 +344,6 @@ class ClusterView:
         """Return whether a decode node's whole cache has room for so many tokens and one more."""
         return any(self.members[slot].capacity_tokens > num_tokens for slot in bits_of(self.decode_mask))
 
-    @property
-    def num_behind(self) -> float:
-        """Requests that a second of a prefill node's time delays: its share of those that wait or queue."""
-        return (self.num_waiting + self.num_queued) / self.num_prefill
-
     def settle(self, now_s: float) -> None:
         """Bring what changes by itself up to a moment, before anything is chosen."""
         for slot in self.prefill_order.settle(now_s):

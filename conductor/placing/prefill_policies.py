@@ -133,8 +133,7 @@ def fewest_seconds(
             continue
         rest ^= members
         for pace in classes:
-            slot = least(alike) if (alike := members & pace) else None
-            if slot is not None:
+            if (alike := members & pace) and (slot := least(alike)) is not None:
                 choice = compared(request, slot, depth, groups, view, cost, settings, now_s)
                 if best is None or choice.cost_s < best.cost_s:
                     best = choice
@@ -171,7 +170,7 @@ def compared(
     if request.max_tokens:
         sent_s += cost.transfer_s(request.num_tokens)
     most_blocks, holders = groups[0] if groups else NOBODY
-    if view.copy_price.block_s:
+    if depth < most_blocks and view.copy_price.block_s:
         others_s = copy_s(view) * (most_blocks - depth) * choice.node.evict_share
     choice.cost_s = (ready_s if ready_s > sent_s else sent_s) + others_s
     if request.avoid:
@@ -219,7 +218,9 @@ def copied_s(
 
 def copy_s(view: ClusterView) -> float:
     """Return the seconds that a block copied takes from others, in a cache that is full."""
-    return LATER * view.copy_price.block_s * (1.0 + view.num_behind)
+    # a second of a prefill node's time delays its share of those that wait or queue
+    num_behind = (view.num_waiting + view.num_queued) / view.num_prefill
+    return LATER * view.copy_price.block_s * (1.0 + num_behind)
 
 
 def least_loaded(
