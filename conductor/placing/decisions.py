@@ -238,7 +238,7 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         learned.decode.ratio,
         learned.added_s,
         view.decode_order.values[slot] if decodes else 0.0,
-        node.free_tokens,
+        node.free_tokens(),
         node.decode_sequences,
         node.decode_context_tokens,
         node.running_sequences,

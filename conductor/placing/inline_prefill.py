@@ -155,7 +155,7 @@ def beside_decoding(
 
     None: it has no room for `needed` tokens, or no time.
     """
-    if node.free_tokens < needed:
+    if node.free_tokens() < needed:
         return None
     matched = matched_tokens(request, depth, view)
     prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - matched, matched))

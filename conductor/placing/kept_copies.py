@@ -39,7 +39,7 @@ class KeptCopies:
         if not self._fetches or cost.transfer_s(tokens) >= cost.prefill_s(tokens, 0):
             return placement.decode_node
         self._num_handed_over += 1
-        prefill_tokens = max(1.0, view.node(placement.prefill_node).free_tokens)
-        decode_tokens = max(1.0, view.node(placement.decode_node).free_tokens)
+        prefill_tokens = max(1.0, view.node(placement.prefill_node).free_tokens())
+        decode_tokens = max(1.0, view.node(placement.decode_node).free_tokens())
         keeps = self._num_handed_over * GOLDEN % 1.0 < prefill_tokens / (prefill_tokens + decode_tokens)
         return placement.decode_node if keeps else placement.prefill_node

@@ -83,7 +83,7 @@ def lent_node(
     pressed_s = _pressed_s(request, cost)
     if found.predicted_tbt_s > pressed_s and _busy(view, now_s) < SPARES_FROM:
         return _lender(request, computing, needed, pressed_s, view, cost)
-    if not view.copy_price.block_s:
+    if not (view.copy_price.block_s and decoding.evict_share):
         return None
     moved = len(request.chain) - found.decode_matched_blocks
     stored_s = moved * copy_s(view) * decoding.evict_share
@@ -195,7 +195,7 @@ def _bears(
     `within_s`: what the step may take whatever they bear.
     """
     is_member = view.prefill_mask & ~view.decode_mask & 1 << node.slot
-    if not is_member or node.free_tokens < needed or node.info.node_id in request.avoid:
+    if not is_member or node.free_tokens() < needed or node.info.node_id in request.avoid:
         return False
     if node.decode_sequences + 1 >= node.places:
         return False  # a prompt needs a place too

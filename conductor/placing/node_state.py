@@ -101,9 +101,8 @@ class NodeState:
         foreign = self.foreign_queue_s, self.foreign_sequences, self.foreign_context_tokens
         return self.info.roles, self.is_draining, *foreign
 
-    @property
     def free_tokens(self) -> float:
-        """Tokens of KV that are free or evictable, as far as we know."""
+        """Return the tokens of KV that are free or evictable, as far as we know."""
         left, reported = self.capacity_tokens - self.peak_tokens, self.reported_free_tokens
         return left if left < reported else reported
 

@@ -241,7 +241,7 @@ def _least_receiving(least: NodeState, members: int, view: ClusterView, peak_tok
         if slot is None:
             break
         node = view.members[slot]
-        if node.receiving_s < best.receiving_s and node.free_tokens >= peak_tokens:
+        if node.receiving_s < best.receiving_s and node.free_tokens() >= peak_tokens:
             best = node
     return best
 
@@ -255,7 +255,8 @@ def _least_with_room(
             return None
         node = view.members[slot]
         # an empty node takes what is expected to outgrow it: it ends a sequence where its cache ends
-        if node.free_tokens >= peak_tokens or node.free_tokens >= node.capacity_tokens > num_tokens:
+        free_tokens = node.free_tokens()
+        if free_tokens >= peak_tokens or free_tokens >= node.capacity_tokens > num_tokens:
             return node
         members ^= 1 << slot
     return None
@@ -270,17 +271,15 @@ def _nearer_decode(
     prefill: PrefillChoice,
 ) -> tuple[NodeState, int]:
     """Return the least loaded node, or one hardly more loaded that computes or holds more of the prompt."""
-    order = view.decode_order
-    limit_s = order.values[least.slot] * DECODE_AFFINITY
-    node = prefill.node
-    if members >> node.slot & 1 and order.values[node.slot] <= limit_s and node.free_tokens >= peak_tokens:
+    values, node = view.decode_order.values, prefill.node
+    limit_s = values[least.slot] * DECODE_AFFINITY
+    if members >> node.slot & 1 and values[node.slot] <= limit_s and node.free_tokens() >= peak_tokens:
         return node, prefill.local_blocks
     for depth, mask in groups:
-        holders = mask & members
-        slot = order.least(holders) if holders else None
-        if slot is not None and order.values[slot] <= limit_s:
+        slot = view.decode_order.least(holders) if (holders := mask & members) else None
+        if slot is not None and values[slot] <= limit_s:
             node = view.members[slot]
-            if node.free_tokens >= peak_tokens:
+            if node.free_tokens() >= peak_tokens:
                 return node, depth
     return least, 0
 
@@ -293,23 +292,22 @@ def _combine(
     view: ClusterView,
     cost: CostModel,
 ) -> Placement:
-    prefill_node, source = prefill.node, prefill.source
-    whole_s = handoff_s = 0.0
-    if decode_node is not prefill_node:
-        whole_s = cost.transfer_s(request.num_tokens - decode_blocks * view.block_size)
-        handoff_s = cost.shown_s(whole_s, prefill.prefill_s) * prefill_node.learned.handoff.ratio
-    step_s = 0.0
-    if request.max_tokens:
-        context_tokens = decode_node.decode_context_tokens + request.num_tokens
-        step_s = cost.gap_s(decode_node.decode_sequences + 1, context_tokens, decode_node.places)
-    step_s *= decode_node.learned.decode.ratio
-    dispatch_s = prefill_node.learned.added_s
-    if handoff_s:
+    prefill_node, source, queue_s = prefill.node, prefill.source, prefill.queue_s
+    num_tokens, learned = request.num_tokens, prefill_node.learned
+    handoff_s = step_s = 0.0
+    moved_tokens = num_tokens - decode_blocks * view.block_size
+    if moved_tokens > 0 and decode_node is not prefill_node:
+        whole_s, receiving_s = cost.transfer_s(moved_tokens), decode_node.receiving_s
+        handoff_s = cost.shown_s(whole_s, prefill.prefill_s) * learned.handoff.ratio
         # after what the links have to move before it
-        receiving_s, queue_s = decode_node.receiving_s, prefill.queue_s
         late_s = (receiving_s if receiving_s > queue_s else queue_s) + whole_s - prefill.ready_s
         if late_s > handoff_s:
             handoff_s = late_s
+    if request.max_tokens:
+        context_tokens = decode_node.decode_context_tokens + num_tokens
+        step_s = cost.gap_s(decode_node.decode_sequences + 1, context_tokens, decode_node.places)
+        step_s *= decode_node.learned.decode.ratio
+    dispatch_s = learned.added_s
     # by position: a call with fourteen keywords takes half as long again
     return Placement(
         request.request_id,
@@ -320,7 +318,7 @@ def _combine(
         prefill.matched_blocks,
         None if source is None else source.info.node_id,
         decode_blocks,
-        prefill.queue_s,
+        queue_s,
         prefill.fetch_s,
         prefill.prefill_s,
         handoff_s,
