@@ -107,11 +107,11 @@ async def test_a_request_that_is_ended_before_it_began_leaves_nothing_unawaited(
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
 
 
-async def _limited(began, ended, limit_s):
+async def _limited(limits, ended):
     """Work with a time limit inside, that goes on after it."""
     try:
-        async with asyncio.timeout(limit_s):
-            began.set()
+        async with asyncio.timeout(None) as limit:
+            limits.set_result(limit)
             await asyncio.Event().wait()
     except TimeoutError:
         ended.append("timed out")
@@ -120,16 +120,16 @@ async def _limited(began, ended, limit_s):
 
 @pytest.mark.parametrize("release_comes", ["before", "after"])
 async def test_a_release_in_the_turn_in_which_a_limit_inside_fires_ends_the_request(release_comes):
-    loop, began, ended = asyncio.get_running_loop(), asyncio.Event(), []
+    loop, ended = asyncio.get_running_loop(), []
+    limits = loop.create_future()
     async with asyncio.TaskGroup() as group:
         tasks = RequestTasks(group, lambda item: None)
-        limit_s = 0.001
-        tasks.start("r", _limited(began, ended, limit_s))
-        await began.wait()
-        due_s = loop.time() + (0.0 if release_comes == "before" else limit_s)
-        loop.call_at(due_s, tasks.end, "r")
+        tasks.start("r", _limited(limits, ended))
+        limit, now_s = await limits, loop.time()
+        limit.reschedule(now_s + 0.002)
+        loop.call_at(now_s + (0.001 if release_comes == "before" else 0.003), tasks.end, "r")
         # The loop is held until both are due: they come in the order of their times, in one turn.
-        while loop.time() < due_s + 2 * limit_s:
+        while loop.time() < now_s + 0.005:
             pass
         await tasks.idle()
     assert ended == []
