@@ -401,9 +401,12 @@ class Store:
 
     async def _lower(self, disk: DiskTier) -> None:
         """Write to disk what memory has too much of, and let go of it there."""
-        while records := self.pool.leave(LEAVE_BLOCKS):
-            self._leaving.update(record.block_hash for record in records)
+        while True:
             async with self._lowering:
+                # Taken in turn: who waited for the blocks before these goes on with none on its way.
+                if not (records := self.pool.leave(LEAVE_BLOCKS)):
+                    return
+                self._leaving.update(record.block_hash for record in records)
                 await uninterrupted(self._write_down(disk, records))
 
     async def _write_down(self, disk: DiskTier, records: Sequence[Record]) -> None:
