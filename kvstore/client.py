@@ -204,7 +204,10 @@ class BlockCache:
         for at in range(0, len(offsets), MAX_PUT_BLOCKS):
             end = min(at + MAX_PUT_BLOCKS, len(offsets))
             blocks = _Blocks(source, offsets[at:end], checksums[at:end], first + at)
-            num_stored += await self._put(member, chain[: first + end], blocks, tenant, priority)
+            stored = await self._put(member, chain[: first + end], blocks, tenant, priority)
+            if stored is None:
+                break  # what follows would have no head there
+            num_stored += stored
         return num_stored
 
     async def pin(self, chain: Sequence[BlockHash], seconds: float, member: Member) -> tuple[int, int]:
@@ -375,21 +378,21 @@ class BlockCache:
 
     async def _put(
         self, member: Member, chain: Sequence[BlockHash], blocks: _Blocks, tenant: str, priority: Priority
-    ) -> int:
-        """Store the last blocks of `chain`; return how many are stored."""
+    ) -> int | None:
+        """Store the last blocks of `chain`; return how many are stored, or None where that failed."""
         try:
             access = await self._access(member)
             reserved = await access.reserve(chain, tenant)
         except CapacityError:
-            return 0
+            return None
         except ServeError as error:
             note_failure(self._resting, member.epoch, error)
-            return 0
+            return None
         if reserved.grant is None or not reserved.missing:
             return 0
         if min(reserved.missing) < blocks.first:
             await self._quietly(access.abort(reserved.ticket))
-            return 0
+            return None
         try:
             await self._write(member, reserved, blocks, priority)
             sums = [blocks.checksums[index - blocks.first] for index in reserved.missing]
@@ -397,7 +400,7 @@ class BlockCache:
         except ServeError as error:
             note_failure(self._resting, member.epoch, error)
             await self._quietly(access.abort(reserved.ticket))
-            return 0
+            return None
         except asyncio.CancelledError:
             await uninterrupted(self._quietly(access.abort(reserved.ticket)))
             raise

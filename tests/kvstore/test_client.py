@@ -123,6 +123,33 @@ async def test_a_long_chain_is_saved_by_several_puts(cluster, monkeypatch):
     all_checked(one)
 
 
+@pytest.mark.parametrize("failing", ["reserve", "commit"])
+async def test_of_a_long_chain_nothing_is_put_after_what_failed(cluster, monkeypatch, failing):
+    """The rest has no head there: room would be made for it, and who does not answer be waited for again."""
+    for module in "client", "service":
+        monkeypatch.setattr(f"kvstore.{module}.MAX_PUT_BLOCKS", 4)
+    one = await cluster.node("one")
+    cache, _ = await cluster.client()
+    begun = []
+
+    def noted(name):
+        whole = getattr(RemoteAccess, name)
+
+        async def call(self, *arguments):
+            begun.append(name)
+            if (name, begun.count(name)) == (failing, 2):
+                raise UnavailableError("no answer")
+            return await whole(self, *arguments)
+
+        return call
+
+    for name in "reserve", "commit":
+        monkeypatch.setattr(RemoteAccess, name, noted(name))
+    assert await save(cache, "abcdefghijklmn") == 4
+    assert begun == ["reserve", "commit", "reserve", "commit"][: 3 + (failing == "commit")]
+    all_checked(one)
+
+
 async def test_a_member_that_claims_more_blocks_than_were_asked_for_is_left_out(cluster, monkeypatch):
     """Each would be listed, and there may be four thousand million of them."""
     match = StoreService.Match
