@@ -9,7 +9,8 @@ Between two calls uvicorn's own timeout counts, in a body `http_reply.BODY_TIMEO
 
 A client that closes its side of the connection may have left: that looks the same until it is
 written to. So it gets what is answered within `LEFT_S`, and all of an answer whose length is known
-by then; for whoever else nothing more is generated. Over TLS asyncio closes at once.
+by then; for whoever else nothing more is generated, and what came behind that call is not begun.
+Over TLS asyncio closes at once.
 
 What is written in one turn of the event loop goes out together: an answer is written in up to
 four parts, and a system call costs more than all that makes them.
@@ -21,7 +22,8 @@ import asyncio
 import logging
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from base.arrivals import OpenConnections, num_allowed
 from base.logs import event
@@ -106,6 +108,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._arrivals = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS)) if arrivals is None else arrivals
         self.logger = _SeldomLines(self._arrivals.seldom)  # type: ignore[assignment]
 
+    _answered: RequestResponseCycle = None  # type: ignore[assignment] # as uvicorn's own
+    """The call that is answered, or was last: `cycle` is the one that came last, and may wait for others."""
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -120,6 +124,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._stop_read_timer()
         self._arrivals.gone(self.transport)
+        self.cycle = self._answered  # uvicorn notifies this one
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -140,7 +145,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open for an answer."""
-        if self.scheme == "https" or self.cycle is None or self.cycle.response_complete:
+        if self.scheme == "https" or self._answered is None or self._answered.response_complete:
             self.transport.close()  # with what is corked
             return False
         self.cycle.keep_alive = False
@@ -148,7 +153,9 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _left(self) -> None:
-        if self.cycle.chunked_encoding is not False:  # no answer has begun, or one of any length
+        self.pipeline.clear()
+        self._answered.keep_alive = False
+        if self._answered.chunked_encoding is not False:  # no answer has begun, or one of any length
             self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -167,6 +174,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._arrivals.begun(self.transport)
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

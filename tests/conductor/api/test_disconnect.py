@@ -77,7 +77,12 @@ async def test_leaving_before_the_body_is_sent_ends_the_call(model):
 LONG = "x" * (16 << 20)
 
 
-async def asked_by_halves(model, path, sent=b""):
+def call_of(path, sent=b""):
+    head = f"{'POST' if sent else 'GET'} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
+    return head.encode() + sent
+
+
+async def asked_by_halves(model, *calls):
     """Return the answer to a client that closes its side of the connection once it has asked."""
 
     async def replay(body):
@@ -85,9 +90,7 @@ async def asked_by_halves(model, path, sent=b""):
 
     async with serving(model, stops_after(model, 1), reports={"/v1/replay": replay}) as api:
         reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
-        method = "POST" if sent else "GET"
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
-        writer.write(head.encode() + sent)
+        writer.write(b"".join(calls))
         writer.write_eof()
         async with asyncio.timeout(60):
             answer = await reader.read()
@@ -96,20 +99,36 @@ async def asked_by_halves(model, path, sent=b""):
         return answer, api.dispatcher.num_cancelled
 
 
+HEALTH = call_of("/health")
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 
 
 @LOOPS
 def test_who_has_asked_and_closes_its_side_gets_what_is_there_at_once(model, run):
-    assert b"200 OK" in run(asked_by_halves(model, "/health"))[0]
-    answer, _ = run(asked_by_halves(model, "/v1/replay", b'{"nodes": ["1P1D"]}'))
-    assert answer.endswith(LONG.encode() + b'"'), "the rest of a long answer is lost"
+    assert run(asked_by_halves(model, *[HEALTH] * 3))[0].count(b"200 OK") == 3
+    replay = call_of("/v1/replay", b'{"nodes": ["1P1D"]}')
+    for calls in [replay], [replay, call_of(CHAT, body())]:
+        answer, _ = run(asked_by_halves(model, *calls))
+        assert answer.endswith(LONG.encode() + b'"'), "the rest of a long answer is lost"
 
 
 @LOOPS
 def test_for_who_closes_its_side_nothing_is_generated(model, run):
     """It may have left: that looks the same, until something is written to it."""
-    assert run(asked_by_halves(model, CHAT, body())) == (b"", 1)
+    for behind in [], [HEALTH], [call_of(CHAT, body())]:
+        assert run(asked_by_halves(model, call_of(CHAT, body()), *behind)) == (b"", 1)
+
+
+@pytest.mark.parametrize("behind", [b"", HEALTH, call_of(CHAT, body())])
+async def test_leaving_ends_the_call_that_is_answered_whatever_was_asked_behind_it(model, behind):
+    async with serving(model, stops_after(model, 1)) as api:
+        _, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
+        writer.write(call_of(CHAT, body()) + behind)
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 1)
+        writer.close()
+        async with asyncio.timeout(60):
+            await api.completions.wait_idle()
+        assert (api.dispatcher.num_cancelled, len(api.dispatcher.requests)) == (1, 1)
 
 
 async def test_cancelled_sequences_are_counted_and_none_stays_running(model):
