@@ -129,7 +129,8 @@ def write_keys(path: Path, file: KeyFile) -> None:
 def change_keys(path: Path, changed: Callable[[], KeyFile]) -> None:
     """Replace the file by what `changed` reads and returns, for its owner's eyes only.
 
-    Raises ConfigError while another does so, OSError, and what `changed` raises; the file is unchanged then.
+    Raises ConfigError while another does so or where there is no folder for it, OSError, and what `changed`
+    raises; the file is unchanged then.
     """
     draft = path.with_name(path.name + ".draft")
     try:
@@ -137,6 +138,8 @@ def change_keys(path: Path, changed: Callable[[], KeyFile]) -> None:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
         raise ConfigError(f"{path}: another changes it now; if none does, remove {draft}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "w") as out:
             json.dump(dataclasses.asdict(changed()), out, indent=1)

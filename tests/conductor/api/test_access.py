@@ -490,3 +490,10 @@ def test_a_command_that_fails_leaves_the_file_to_the_next(tmp_path, monkeypatch)
     assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
     keys_command(["remove", "web"], file=path, **COMMAND)
     assert read_keys(path) == KeyFile({}, ())
+
+
+def test_a_file_of_keys_in_no_folder_is_named_as_it_was_asked_for(tmp_path, capsys):
+    path = tmp_path / "folder" / "keys.json"
+    with pytest.raises(RuntimeError):
+        keys_command(["remove", "web"], file=path, **COMMAND)
+    assert capsys.readouterr().err == f"{path}: No such file or directory\n"
