@@ -355,7 +355,7 @@ class Store:
                 pass
 
     async def _lifted(self, chain: Sequence[BlockHash], lift_s: float | None) -> None:
-        """Wait until `chain` is in memory, or for so long; the disk brings it there all the same."""
+        """Wait until `chain` is in memory, or for so long; what was begun by then comes all the same."""
         with suppress(TimeoutError):
             async with asyncio.timeout(lift_s):
                 await self._lifting.acquire()
