@@ -35,10 +35,10 @@ def private_file(path: Path, mode: Literal["w", "a"], buffering: int = -1) -> Te
     return open(path, mode, buffering, encoding="utf-8", opener=opened)
 
 
-def stamp_of(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced or written to; None: it is not there."""
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced or written to, its length last; None: it is not there."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    return found.st_mtime_ns, found.st_ino, found.st_size

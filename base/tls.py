@@ -95,7 +95,7 @@ class Certificates:
         event(log, "certificate renewed", cert=self._tls.cert)
         return True
 
-    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(stamp_of(Path(path)) for path in (self._tls.cert, self._tls.key, self._tls.ca) if path)
 
 

@@ -23,7 +23,7 @@ from bench.faults.asking import SMALL_MODEL, Prompt, drawn_prompts
 from bench.faults.cluster import fault_cluster
 from bench.faults.samples import ks_p_value
 from bench.faults.small_model import small_model
-from conductor.api.keys import KeyFile, Quota, made_key, write_keys
+from conductor.api.keys import KeyFile, Quota, change_keys, made_key
 
 PROMPT_TOKENS = 800
 
@@ -34,7 +34,7 @@ def tenants_timing(count: int) -> dict[str, Any]:
         folder = Path(name)
         keys = {tenant: made_key(tenant, tenant, operator=tenant == "operator") for tenant in _TENANTS}
         records = tuple(record for record, _ in keys.values())
-        write_keys(folder / "keys.json", KeyFile({tenant: Quota() for tenant in keys}, records))
+        change_keys(folder / "keys.json", lambda: KeyFile({tenant: Quota() for tenant in keys}, records))
         os.environ["CONDUCTOR_API_KEY"] = keys["operator"][1]
         server = ServerConfig(http_port=0, grpc_port=0, keys_file=str(folder / "keys.json"))
         with fault_cluster(small_model(folder / "model"), folder / "run", 1, 1, server=server) as cluster:

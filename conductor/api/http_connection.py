@@ -94,7 +94,7 @@ class _SeldomLines:
 
     def error(self, said: str, *values: object, exc_info: BaseException | None = None) -> None:
         if exc_info is None:
-            self.warning(said)
+            self.warning(said % values if values else said)
         else:
             log.error(said, *values, exc_info=exc_info)
 

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 PREFIX = "ck"
 LOOK_AGAIN_S = 1.0
 """A key that was added or removed counts so much later at most."""
-MANY_KEYS = 500
-"""More are read on a thread: 5,000 take 0.1 s."""
+LONG_BYTES = 100_000
+"""Longer files, of some 500 keys, are read on a thread: 5,000 keys take 0.1 s."""
 BUSY_RETRY_S = 1.0
 MAX_QUOTA = 1e9
 """No quota is larger, and no rate slower than one request in so many seconds."""
@@ -119,11 +119,6 @@ def read_keys(path: Path) -> KeyFile:
                 f"server.keys_file: {path}: key {key.id!r}: the tenant {key.tenant!r} is not there"
             )
     return KeyFile(tenants, keys)
-
-
-def write_keys(path: Path, file: KeyFile) -> None:
-    """Replace the file, as `change_keys` does."""
-    change_keys(path, lambda: file)
 
 
 def change_keys(path: Path, changed: Callable[[], KeyFile]) -> None:
@@ -261,7 +256,7 @@ class KeyRing:
         if stamp == self._stamp:
             return
         self._stamp = stamp
-        if len(self._keys) <= MANY_KEYS:
+        if stamp is None or stamp[2] <= LONG_BYTES:
             self._take_again(partial(read_keys, self._path))
         else:
             self._is_reading = True

@@ -29,7 +29,7 @@ from base.config import (
 )
 from base.tls import NODE_NAME
 from bench.local_cluster import LocalCluster, local_cluster
-from conductor.api.keys import KeyFile, Quota, made_key, write_keys
+from conductor.api.keys import KeyFile, Quota, change_keys, made_key
 from deploy.plan import LocalModel
 from kvstore.wire import Member, member_from_bytes
 from tests.certificates import Authority
@@ -158,9 +158,8 @@ def _guarded_server(folder: Path, authority: Authority) -> tuple[ServerConfig, d
     """Return the conductor's configuration with TLS and keys, and each tenant's key."""
     made = {name: made_key(name, name, operator=name == "operator") for name in TENANTS}
     keys_file = folder / "keys.json"
-    write_keys(
-        keys_file, KeyFile({name: Quota() for name in TENANTS}, tuple(key for key, _ in made.values()))
-    )
+    records = tuple(key for key, _ in made.values())
+    change_keys(keys_file, lambda: KeyFile({name: Quota() for name in TENANTS}, records))
     tls = authority.issue("server", ca=False)
     server = ServerConfig(http_port=0, grpc_port=0, keys_file=str(keys_file), tls=tls)
     return server, {name: secret for name, (_, secret) in made.items()}

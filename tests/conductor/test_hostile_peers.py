@@ -305,6 +305,18 @@ def test_a_client_that_reads_slowly_is_waited_for_until_it_stops(monkeypatch):
     virtual_loop.run(main)
 
 
+def test_a_line_of_uvicorns_has_the_values_that_it_names(caplog):
+    async def main(loop):
+        config = uvicorn.Config(lambda: None, ws="none", log_config=None)
+        connection = http_connection.BoundedConnection(config, ServerState(), {}, loop)
+        connection.logger.error("ASGI callable returned '%s'.", 7)
+        connection.logger.error("100 % of the answer was cut off")
+
+    virtual_loop.run(main)
+    assert "returned '7'" in caplog.text
+    assert "100 % of the answer" in caplog.text
+
+
 GENERATE = inference_pb2.GenerateRequest
 HOSTILE_GENERATE = {
     "nothing": b"",

@@ -74,6 +74,24 @@ class HangingFile(DirectFile):
         self.may_write.wait()
         return super().write(offset, parts)
 
+    def answer(self):
+        """Let it answer all that it is asked, now and later."""
+        self.may_write.set()
+        self.may_read.set()
+
+
+@asynccontextmanager
+async def a_node_with(disk, cluster):
+    """A node of ten blocks, which takes to this disk what is above two once there are more than five."""
+    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
+    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
+    try:
+        yield one
+    finally:
+        disk.answer()
+        await one.store.close()
+        await one.store.disk.close()
+
 
 async def test_a_reader_that_is_frozen_keeps_its_own_blocks_alone(cluster):
     one = await cluster.node("one", transports=("shm",))
@@ -103,10 +121,8 @@ async def test_a_lease_that_is_ended_twice_holds_until_the_copy_under_it_is_over
 
 
 async def test_a_disk_that_hangs_keeps_no_put_and_no_lease_that_ran_out(cluster):
-    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
     disk = HangingFile()
-    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
-    try:
+    async with a_node_with(disk, cluster) as one:
         await save(one.cache, "abcdef")
         async with kept_up(one.store):
             await until(lambda: one.store.pool.accounts().in_transfer == 4)
@@ -118,17 +134,11 @@ async def test_a_disk_that_hangs_keeps_no_put_and_no_lease_that_ran_out(cluster)
             disk.may_write.set()
             await until(lambda: len(one.store.disk) == 4)
         one.store.check()
-    finally:
-        disk.may_write.set()
-        await one.store.close()
-        await one.store.disk.close()
 
 
 async def test_what_is_deleted_on_its_way_to_disk_is_gone(cluster):
-    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
     disk = HangingFile()
-    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
-    try:
+    async with a_node_with(disk, cluster) as one:
         await save(one.cache, "abcdef")
         lowering = asyncio.create_task(one.store.tick())
         await until(lambda: one.store.pool.accounts().in_transfer == 4)
@@ -139,10 +149,6 @@ async def test_what_is_deleted_on_its_way_to_disk_is_gone(cluster):
         assert await deleting == 6
         assert one.store.match(chain_of("abcdef")).num_blocks == 0
         one.store.check()
-    finally:
-        disk.may_write.set()
-        await one.store.close()
-        await one.store.disk.close()
 
 
 class HangsInItsSecondGroup(HangingFile):
@@ -152,6 +158,10 @@ class HangsInItsSecondGroup(HangingFile):
         super().__init__()
         self.may_write_more = threading.Event()
 
+    def answer(self):
+        self.may_write_more.set()
+        super().answer()
+
     def write(self, offset, parts):
         if len(parts) > 1 and offset >= 2 * BLOCK_BYTES:
             self.may_write_more.wait()
@@ -160,10 +170,8 @@ class HangsInItsSecondGroup(HangingFile):
 
 async def test_what_is_deleted_on_its_way_to_disk_group_by_group_is_gone(cluster, monkeypatch):
     monkeypatch.setattr("kvstore.store.LEAVE_BLOCKS", 2)
-    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
     disk = HangsInItsSecondGroup()
-    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
-    try:
+    async with a_node_with(disk, cluster) as one:
         await save(one.cache, "abcdefgh")
         lowering = asyncio.create_task(one.store.tick())
         await until(lambda: one.store.pool.accounts().in_transfer == 2)
@@ -178,22 +186,15 @@ async def test_what_is_deleted_on_its_way_to_disk_group_by_group_is_gone(cluster
         assert await deleting == 8
         assert not any(name in one.store for name in chain_of("abcdefgh"))
         one.store.check()
-    finally:
-        disk.may_write.set()
-        disk.may_write_more.set()
-        await one.store.close()
-        await one.store.disk.close()
 
 
 async def test_a_reader_gives_a_disk_that_hangs_so_long_and_then_has_what_is_in_memory(cluster, monkeypatch):
     for module in "access", "service":
         monkeypatch.setattr(f"kvstore.{module}.LIFT_S", 0.01)
-    one = await cluster.node("one", num_blocks=10, high_watermark=0.5, low_watermark=0.2)
     two = await cluster.node("two")
     disk = HangingFile()
     disk.may_write.set()
-    one.store.disk = DiskTier(disk, BLOCK_BYTES, 16, one.clock)
-    try:
+    async with a_node_with(disk, cluster) as one:
         await save(one.cache, "abcdef")
         await one.store.tick()
         assert one.store.match(chain_of("abcdef")).num_in_memory == 2
@@ -210,7 +211,3 @@ async def test_a_reader_gives_a_disk_that_hangs_so_long_and_then_has_what_is_in_
         assert one.store.pool.accounts().held == 0
         one.store.check()
         assert (await one.store.lease(chain_of("abcdef"), 0)).num_blocks == 6
-    finally:
-        disk.may_read.set()
-        await one.store.close()
-        await one.store.disk.close()

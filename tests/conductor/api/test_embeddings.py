@@ -20,7 +20,7 @@ from base.request import FinishReason, Pooling
 from conductor.api.embeddings.batch import MAX_NUMBERS, WINDOW, unit_vector
 from conductor.api.embeddings.rule import EmbeddingRule, embedding_rule
 from conductor.api.embeddings.schema import MAX_INPUTS
-from conductor.api.keys import KeyFile, Quota, made_key, write_keys
+from conductor.api.keys import KeyFile, Quota, change_keys, made_key
 from conductor.serving.generated import Generated
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
@@ -338,7 +338,7 @@ async def test_a_grpc_client_that_leaves_takes_its_inputs_with_it(vectored):
 @pytest.mark.parametrize("is_grpc", [False, True])
 async def test_inputs_under_way_count_in_a_keys_quota(vectored, tmp_path, is_grpc):
     path, made = tmp_path / "keys.json", made_key("a", "a")
-    write_keys(path, KeyFile({"a": Quota(concurrent=2)}, (made[0],)))
+    change_keys(path, lambda: KeyFile({"a": Quota(concurrent=2)}, (made[0],)))
     server = {"keys_file": str(path)}
     said = {"authorization": f"Bearer {made[1]}"}
     async with (

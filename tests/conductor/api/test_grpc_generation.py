@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from base.errors import LostError
-from conductor.api.keys import KeyFile, Quota, made_key, write_keys
+from conductor.api.keys import KeyFile, Quota, change_keys, made_key
 from conductor.api.options import MAX_PROMPT_LOGPROBS
 from protos import inference_pb2 as pb
 from tests.conductor.api.conversing import CALL
@@ -101,7 +101,7 @@ async def test_choices_count_in_what_may_be_in_progress(model):
 
 async def test_choices_count_in_a_keys_quota(model, tmp_path):
     path, (key, secret) = tmp_path / "keys.json", made_key("a", "a")
-    write_keys(path, KeyFile({"a": Quota(concurrent=2)}, (key,)))
+    change_keys(path, lambda: KeyFile({"a": Quota(concurrent=2)}, (key,)))
     async with calling(model, lambda request: spoken(model, "hi"), keys_file=str(path)) as (stub, api):
         codes = []
         for count in (2, 3, 2):
