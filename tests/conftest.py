@@ -47,6 +47,20 @@ if not torch.cuda.is_available():
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Look for no garbage among a million objects of modules and tests: each look took a second or two.
+
+    No test unfreezes: that would bring them back for all that come after it in this process.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries complain of what is left when the process ends
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Compute on one thread in each test, after one too that built an engine of more."""

@@ -238,7 +238,6 @@ def _quiet(violations):
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
     finally:
-        gc.unfreeze()
         gc.enable()
         root.removeHandler(handler)
         root.setLevel(level)
