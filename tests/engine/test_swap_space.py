@@ -204,6 +204,7 @@ def test_bytes_that_moved_out_and_in_elsewhere_are_the_same(device: str) -> None
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # a GPU's: all is of float32 here
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # of a router's experts
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
 def test_a_model_goes_on_from_what_was_in_host_memory_as_if_nothing_had_been(device: str, kind: str) -> None:
