@@ -9,13 +9,13 @@ whose roles follow the load; with it the server of another commit is measured by
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from bench.load import run_load, warm_up
 from bench.shapes import about, limits_of, options_parser, parse_shape, running
@@ -71,7 +71,7 @@ def main() -> None:
 
     def measured(url: str) -> None:
         server = Server(url, options.model)
-        row = asyncio.run(served(server, options.rate, options.seconds, options.cut_s, options.longest))
+        row = uvloop.run(served(server, options.rate, options.seconds, options.cut_s, options.longest))
         print(json.dumps(row, indent=1), flush=True)
         if options.out:
             load = {key: getattr(options, key) for key in ("rate", "seconds", "cut_s", "longest")}

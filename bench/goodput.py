@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from bench.load import run_load, warm_up
 from bench.load_report import Goodput, report
 from bench.local_cluster import LocalCluster
@@ -181,7 +183,7 @@ def line(tried: Tried, bounds: Sequence[Goodput]) -> str:
 def measure(shape: Shape, options: argparse.Namespace, bounds: Sequence[Goodput]) -> dict[str, Any]:
     """Run one shape's cluster and return its figures."""
     with running(options.model, shape, limits_of(options), options.logs) as cluster:
-        tried = asyncio.run(try_rates(cluster, options, bounds))
+        tried = uvloop.run(try_rates(cluster, options, bounds))
     rates = [item.rate for item in tried]
     shares = [[item.shares[index] for item in tried] for index in range(len(bounds))]
     return {

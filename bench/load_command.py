@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
 
 from base.errors import ConfigError
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bounds = parse_goodput(options.goodput) if options.goodput else None
         if options.report is not None:
             require_writable("--report", options.report)
-        run = asyncio.run(_run(options, list(_load(options))))
+        run = uvloop.run(_run(options, list(_load(options))))
     except (ConfigError, ValueError) as error:
         print(f"conductor bench: {error}", file=sys.stderr)
         return 2

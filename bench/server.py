@@ -17,6 +17,8 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
+import uvloop
+
 from bench.engine import Outcome as Row
 from bench.engine import run_row
 from bench.engine_rows import rows_of, work_of
@@ -88,7 +90,7 @@ def main() -> None:
     ) as cluster:
         worker = ServerWorker(Server(cluster.url, options.model), random.Random(0))
         for row in rows:
-            found = asyncio.run(run_row(row, worker, options.repeats))
+            found = uvloop.run(run_row(row, worker, options.repeats))
             share = of_engine(found, alone[row.workload])
             print(
                 f"{row.workload:45} {found.value:9,.2f} {row.unit:5} {share:6.3f} of the engine alone",

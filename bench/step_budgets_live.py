@@ -13,7 +13,6 @@ each row.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from bench.goodput import driven, share_within
 from bench.load import warm_up
@@ -172,7 +172,7 @@ def main() -> None:
         shape = replace(shape, chunk_tokens=shape.chunk_tokens if "@" in shape.name else LONGEST_CHUNK)
         limits = replace(limits_of(options), follows_load=follows)
         with running(options.model, shape, limits, options.logs) as cluster:
-            asyncio.run(drive(cluster, shape))
+            uvloop.run(drive(cluster, shape))
 
 
 if __name__ == "__main__":
