@@ -151,9 +151,13 @@ class CostModel:
 
     def shown_s(self, whole_s: float, compute_s: float) -> float:
         """Return the seconds that show of a hand-off which takes `whole_s` on its link."""
-        layers = self._num_layers
-        late_s = whole_s - compute_s * (layers - 1) / layers
-        return (late_s if late_s > 0.0 else 0.0) + whole_s / layers
+        late_s = whole_s - compute_s * (self._num_layers - 1) / self._num_layers
+        return (late_s if late_s > 0.0 else 0.0) + self.tail_s(whole_s)
+
+    def tail_s(self, whole_s: float) -> float:
+        """Return the seconds of the last layer of a hand-off: its bytes, and all of the link's latency."""
+        fixed_s = self._transfer[0]
+        return fixed_s + (whole_s - fixed_s) / self._num_layers
 
     def load_s(self, tokens: int, from_disk: bool = False) -> float:
         """Return the seconds to bring the KV of `tokens` up from host memory or disk.

@@ -376,7 +376,7 @@ class SimCluster:
         num_bytes = tokens * profile.kv_token_bytes
         # No layer can leave before it is computed, and the last leaves after all of it:
         # a flow slowed to that pace ends when a streamed hand-off would.
-        request.tail_s = tail_s = node.cost.transfer_s(tokens) / profile.num_layers
+        request.tail_s = tail_s = node.cost.tail_s(node.cost.transfer_s(tokens))
         receives, rate = self._nodes[placement.decode_node].receives, num_bytes / (prefill_s + tail_s)
         request.flow = Flow(node.sends, receives, num_bytes, rate, self._handed_off, (request,))
         self.links.start(request.flow, self.now_s)

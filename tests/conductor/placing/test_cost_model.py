@@ -66,11 +66,12 @@ def test_unknown_profile_names_the_presets(tmp_path) -> None:
         load_profile(str(file))
 
 
-def test_hand_off_of_a_long_computation_shows_one_layer() -> None:
+def test_hand_off_of_a_long_computation_shows_the_latency_and_one_layers_bytes() -> None:
     cost = CostModel(load_profile("a800-llama70b"))
-    whole_s = cost.transfer_s(10_000)
-    assert cost.handoff_s(10_000, compute_s=60.0) == pytest.approx(whole_s / 80)
-    assert cost.handoff_s(10_000, compute_s=0.0) == pytest.approx(whole_s * (1 + 1 / 80))
+    whole_s, latency_s = cost.transfer_s(10_000), cost.profile.transfer_fixed_s
+    last_s = latency_s + (whole_s - latency_s) / 80
+    assert cost.handoff_s(10_000, compute_s=60.0) == pytest.approx(last_s)
+    assert cost.handoff_s(10_000, compute_s=0.0) == pytest.approx(whole_s + last_s)
 
 
 def test_sequences_without_a_place_lengthen_each_ones_tokens_and_no_step() -> None:

@@ -127,7 +127,8 @@ def test_no_prefill_node_idles_while_its_queue_has_a_ready_request() -> None:
 def test_lone_request_takes_what_the_cost_model_says() -> None:
     cluster = run(Trace("one", 512, [TraceRequest(1.0, 5_000, 101, range(10))]), "1P1D")
     (ttft_s,), (tbt_s,) = cluster.outcomes.ttft_s, cluster.outcomes.tbt_s
-    expected_s = COST.prefill_s(5_000, 0) + COST.transfer_s(5_000) / COST.profile.num_layers
+    latency_s, layers = COST.profile.transfer_fixed_s, COST.profile.num_layers
+    expected_s = COST.prefill_s(5_000, 0) + latency_s + (COST.transfer_s(5_000) - latency_s) / layers
     expected_s += COST.profile.dispatch_s
     assert ttft_s == pytest.approx(expected_s, rel=1e-6)
     # its longest tenth: the last ten of 100 steps
