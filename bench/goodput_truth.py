@@ -41,7 +41,7 @@ IN_TURNS = RESULTS / "profile_h200_in_turns.json"
 """The same of engines that planned a step with prompts when the one before had ended."""
 LAUNCHED = RESULTS / "profile_h200_launched.json"
 """The card's, of engines that had no graph of 2,560 tokens and launched what begins beside sequences."""
-OWN = RESULTS / "profile_h200_own.json"
+OWN = {RESULTS / "profile_h200_own.json", RESULTS / "profile_h200_tenth.json"}
 """Measured on the decode node's card in the same lease, straight before the nodes started with it."""
 LIVE: dict[str, Path | None] = {
     "step_budgets_h200_eighth": IN_TURNS,
@@ -49,7 +49,9 @@ LIVE: dict[str, Path | None] = {
     "step_budgets_h200_late": LAUNCHED,
     "step_budgets_h200_graphs": None,
     "step_budgets_h200_reordered": None,
-    "step_budgets_h200_own_profile": OWN,
+    "step_budgets_h200_own_profile": RESULTS / "profile_h200_own.json",
+    "step_budgets_h200_tenth": RESULTS / "profile_h200_tenth.json",
+    "step_budgets_h200_eleventh": RESULTS / "profile_h200_tenth.json",
 }
 """Results of `bench.step_budgets_live`, with the profile of their engine; None: the card's."""
 NAMES = (
@@ -158,7 +160,7 @@ def main() -> None:
         **summary(rows),
         "live": summary([row for row in rows if LIVE.get(row["result"]) == IN_TURNS]),
         "today": summary([row for row in rows if LIVE.get(row["result"], IN_TURNS) != IN_TURNS]),
-        "own": summary([row for row in rows if LIVE.get(row["result"]) == OWN]),
+        "own": summary([row for row in rows if LIVE.get(row["result"]) in OWN]),
     }
     print(json.dumps(found, indent=1))
     if options.out:
