@@ -49,8 +49,8 @@ SERVICES = {
 class Client(NamedTuple):
     """A caller, as far as keys and configuration say."""
 
-    tenant: str
-    may_be_critical: bool
+    tenant: str = ""
+    may_be_critical: bool = False
     """Whether its requests may be of the critical class."""
     charge: Callable[[int], None] = lambda count: None
     """Counts sequences beside the call's first in the tenant's quota; raises RejectedError."""
@@ -90,21 +90,15 @@ class Authorizer:
         with keys.request(key) as charge:
             yield Client(key.tenant, key.critical, charge)
 
-    def client(self, said: Mapping[str, str]) -> Client:
-        """Return whose call it is, by its headers or metadata; raises UnauthenticatedError."""
+    @contextmanager
+    def client(self, said: Mapping[str, str]) -> Iterator[Client]:
+        """Yield the client of a gRPC call, which `rpc` let in; raises UnauthenticatedError."""
         if self._keys is None:
-            return self._unknown(said)
+            yield self._unknown(said)
+            return
         key = self._keys.find(_bearer(said))
-        return Client(key.tenant, key.critical)
-
-    def more(self, said: Mapping[str, str]) -> AbstractContextManager[Callable[[int], None]]:
-        """Return what counts further sequences of a gRPC call, which `rpc` let in; to be entered.
-
-        What it yields raises RejectedError where they are too many.
-        """
-        if self._keys is None:
-            return nullcontext(lambda count: None)
-        return self._keys.more(self._keys.find(_bearer(said)))
+        with self._keys.more(key) as charge:
+            yield Client(key.tenant, key.critical, charge)
 
     def _unknown(self, said: Mapping[str, str]) -> Client:
         """Return a caller without a key, which may say whose call it is only where there are no keys."""

@@ -7,7 +7,7 @@ keeps the books that a client would keep: arrival to first token, to last token,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from math import inf
 from types import TracebackType
@@ -26,9 +26,11 @@ from base.errors import (
 )
 from base.metrics import ConductorMetrics
 from base.prompt_logprobs import PromptLogprobs
-from base.request import FinishReason, SampledToken
+from base.request import FinishReason, SampledToken, Slo
 from base.turns import TurnBudget
+from conductor.api.access import Client
 from conductor.api.grammar_checker import GrammarChecker
+from conductor.api.headers import Caller, header_slo, header_traceparent
 from conductor.api.options import TextRequest
 from conductor.api.served_model import ServedModel
 from conductor.api.shares import Shares
@@ -88,9 +90,9 @@ class InProgress:
     Raises RejectedError where too much is in progress, or too much of this tenant's.
     """
 
-    def __init__(self, completions: Completions, tenant: str) -> None:
+    def __init__(self, completions: Completions, client: Client) -> None:
         self._completions = completions
-        self._tenant = tenant
+        self._client = client
         self._num_places = self._num_bytes = 0
         self.arrived_at_s = completions.clock.now_s()
         self._alarm = Alarm(_cut_off)
@@ -109,8 +111,8 @@ class InProgress:
         self._is_over = True
         if self._reading is not None:
             self._reading.cancel()
-        self._completions.places.give_back(self._tenant, self._num_places)
-        self._completions.bodies.give_back(self._tenant, self._num_bytes)
+        self._completions.places.give_back(self._client.tenant, self._num_places)
+        self._completions.bodies.give_back(self._client.tenant, self._num_bytes)
         self._completions.ended(self)
         self._alarm.__exit__(kind, error, trace)
 
@@ -126,10 +128,27 @@ class InProgress:
             self._is_over = True
             self._alarm.ring(error)
 
+    def caller(self, said: Mapping[str, str], default_slo: Slo, deadline_s: float | None = None) -> Caller:
+        """Return who calls, and what `said`, headers or metadata, wishes; raises InvalidRequestError."""
+
+        def charge(count: int) -> None:
+            self.take_places(count)
+            self._client.charge(count)
+
+        return Caller(
+            self.arrived_at_s,
+            header_slo(said, default_slo),
+            self._client.tenant,
+            header_traceparent(said),
+            self._client.may_be_critical,
+            charge,
+            deadline_s,
+        )
+
     def take_places(self, count: int) -> None:
         """Count `count` more sequences; raises RejectedError."""
         places = self._completions.places
-        if not places.take(self._tenant, count):
+        if not places.take(self._client.tenant, count):
             raise RejectedError(
                 f"{places.num_taken} of {places.total} sequences are in progress (server.max_waiting), "
                 f"and {count} more are not to be had"
@@ -139,7 +158,7 @@ class InProgress:
     def take_bytes(self, count: int) -> None:
         """Count `count` more bytes of the call's body; raises RejectedError."""
         bodies = self._completions.bodies
-        if not bodies.take(self._tenant, count):
+        if not bodies.take(self._client.tenant, count):
             raise RejectedError(f"the bodies of calls in progress have {bodies.num_taken} bytes already")
         self._num_bytes += count
 
@@ -186,11 +205,11 @@ class Completions:
         """Whether a call that comes now would be served."""
         return self._dispatcher.is_ready and not self._is_draining
 
-    def call(self, tenant: str = "") -> InProgress:
+    def call(self, client: Client) -> InProgress:
         """Return a client's call, to be entered; raises UnavailableError when draining."""
         if self._is_draining:
             raise UnavailableError("the conductor is shutting down")
-        return InProgress(self, tenant)
+        return InProgress(self, client)
 
     def began(self, call: InProgress) -> None:
         self._calls.add(call)

@@ -28,7 +28,7 @@ from conductor.api.access import Authorizer, Client, Who
 from conductor.api.backend import Backend
 from conductor.api.body_bounds import check_structure
 from conductor.api.completion import Completions
-from conductor.api.headers import Caller, header_slo, header_traceparent, require_own_page, said_once
+from conductor.api.headers import Caller, require_own_page, said_once
 from conductor.api.http_reply import (
     BodyError,
     ClientGoneError,
@@ -114,24 +114,12 @@ class HttpApi:
         reply = Reply(send, f"{self._backend.rng.getrandbits(64):016x}", route.errors)
         try:
             require_own_page(headers)
-            with self._backend.completions.call(client.tenant) as call:
+            with self._backend.completions.call(client) as call:
                 reply.when_started = call.answers
                 if given := headers.get("x-request-id"):
                     check_request_id(given)
                     reply.request_id = given
-
-                def charge(count: int) -> None:
-                    call.take_places(count)
-                    client.charge(count)
-
-                caller = Caller(
-                    call.arrived_at_s,
-                    header_slo(headers, self._default_slo),
-                    client.tenant,
-                    header_traceparent(headers),
-                    client.may_be_critical,
-                    charge,
-                )
+                caller = call.caller(headers, self._default_slo)
                 declared = int(headers.get("content-length", "0"))
                 raw = await read_body(receive, declared, self._max_body_bytes, call.take_bytes)
                 await check_structure(raw)

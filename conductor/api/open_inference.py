@@ -25,9 +25,9 @@ from base.message_bounds import parsed
 from base.off_loop import on_body
 from base.request import SAMPLING_FIELDS, FinishReason, Slo
 from base.rpc import Service
-from conductor.api.access import Authorizer, Client, metadata
+from conductor.api.access import Authorizer, metadata
 from conductor.api.completion import Completions
-from conductor.api.headers import Caller, header_slo, header_traceparent
+from conductor.api.headers import Caller
 from conductor.api.options import (
     MAX_SHOWN_CHARS,
     Options,
@@ -102,12 +102,13 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         )
 
     async def ModelInfer(self, data: bytes, context: _Context) -> pb.ModelInferResponse:  # type: ignore[override]  # noqa: N802
-        client = self._authorizer.client(metadata(context))
-        with self._completions.call(client.tenant) as call:
+        said = metadata(context)
+        with self._authorizer.client(said) as client, self._completions.call(client) as call:
             call.take_bytes(len(data))
+            caller = call.caller(said, self._default_slo, context.time_remaining())
             asked = await on_body(data, _asked)
             self._require_model(asked.model, asked.version)
-            request = await self._request(asked, call.arrived_at_s, client, context)
+            request = await self._request(asked, caller)
             texts, num_tokens, num_cached, reason = [], 0, 0, FinishReason.STOP
             async with aclosing(self._completions.generate(request)) as pieces:
                 async for piece in pieces:
@@ -134,18 +135,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             raw_output_contents=[_raw(element) for element in elements] if asked.is_raw else (),
         )
 
-    async def _request(
-        self, asked: _Inference, arrived_at_s: float, client: Client, context: _Context
-    ) -> TextRequest:
-        headers, deadline_s = metadata(context), context.time_remaining()
-        caller = Caller(
-            arrived_at_s,
-            header_slo(headers, self._default_slo),
-            client.tenant,
-            header_traceparent(headers),
-            client.may_be_critical,
-            deadline_s=deadline_s,
-        )
+    async def _request(self, asked: _Inference, caller: Caller) -> TextRequest:
         with params_spelled(_SPELLED):
             check_request_id(asked.request_id)
             check_options(asked.options, caller, self._model)

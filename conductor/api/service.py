@@ -9,7 +9,7 @@ closes the generator, which cancels the request on the nodes. Errors are raised,
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from operator import attrgetter
@@ -22,15 +22,15 @@ from base.message_bounds import FREE_BYTES, MAX_NUMBERS, parsed
 from base.off_loop import on_body
 from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SamplingParams, Slo
 from base.rpc import Service
-from conductor.api.access import Authorizer, Client, metadata
-from conductor.api.completion import Completions, InProgress
+from conductor.api.access import Authorizer, metadata
+from conductor.api.completion import Completions
 from conductor.api.embeddings.batch import EmbeddingBatch
 from conductor.api.embeddings.grpc_embeddings import embed_request, wanted_of
 from conductor.api.embeddings.grpc_embeddings import responses as embeddings
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
 from conductor.api.grpc_chat import Conversation, conversation
 from conductor.api.grpc_generation import Echo, Generation, Taken
-from conductor.api.headers import Caller, header_slo, header_traceparent
+from conductor.api.headers import Caller
 from conductor.api.openai_schema import MAX_CHOICES
 from conductor.api.openai_tools import MAX_TOOL_CALLS, MAX_TOOLS
 from conductor.api.options import (
@@ -103,12 +103,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         said = metadata(context)
-        client = self._authorizer.client(said)
-        with self._completions.call(client.tenant) as call, self._authorizer.more(said) as charge:
+        with self._authorizer.client(said) as client, self._completions.call(client) as call:
             call.take_bytes(len(data))
-            generation = await self._generation(
-                data, call.arrived_at_s, client, context, _charging(call, charge)
-            )
+            caller = call.caller(said, self._default_slo, context.time_remaining())
+            generation = await self._generation(data, caller)
             async with aclosing(generation.responses()) as responses:
                 async for response in responses:
                     call.answers()
@@ -120,13 +118,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[inference_pb2.EmbedResponse, None]:
         said = metadata(context)
-        client = self._authorizer.client(said)
-        with self._completions.call(client.tenant) as call, self._authorizer.more(said) as charge:
+        with self._authorizer.client(said) as client, self._completions.call(client) as call:
             call.take_bytes(len(data))
+            caller = call.caller(said, self._default_slo, context.time_remaining())
             message, inputs = await on_body(data, embed_request)
             check_request_id(message.request_id)
             require_model(self._model, message.model or None)
-            caller = self._caller(message.slo, call.arrived_at_s, client, context, _charging(call, charge))
+            caller = _with_slo(caller, message.slo)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             wanted = wanted_of(message, inputs, self._model)
             name = unique_id(request_id, self._rng)
@@ -145,14 +143,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         model = inference_pb2.Model(id=self._model.name, max_model_len=self._model.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
-    async def _generation(
-        self,
-        data: bytes,
-        arrived_at_s: float,
-        client: Client,
-        context: grpc.aio.ServicerContext[Any, Any],
-        charge: Callable[[int], None],
-    ) -> Generation:
+    async def _generation(self, data: bytes, caller: Caller) -> Generation:
         """Return what a message asks for; raises ServeError."""
         with params_spelled(_FIELD_OF):
             said = await on_body(data, _said)
@@ -161,7 +152,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with params_spelled({**_FIELD_OF, "prompt": prompt_field}):
             check_request_id(message.request_id)
             require_model(self._model, message.model or None)
-            caller = self._caller(message.slo, arrived_at_s, client, context, charge)
+            caller = _with_slo(caller, message.slo)
             check_options(options, caller, self._model)
             num_choices = message.n or 1
             if num_choices > MAX_CHOICES:
@@ -180,25 +171,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
         return Generation(self._completions, asked, num_choices, request_id, taken, echo)
-
-    def _caller(
-        self,
-        slo: inference_pb2.Slo,
-        arrived_at_s: float,
-        client: Client,
-        context: grpc.aio.ServicerContext[Any, Any],
-        charge: Callable[[int], None],
-    ) -> Caller:
-        headers, deadline_s = metadata(context), context.time_remaining()
-        return Caller(
-            arrived_at_s,
-            _slo(slo, header_slo(headers, self._default_slo), deadline_s),
-            client.tenant,
-            header_traceparent(headers),
-            client.may_be_critical,
-            charge,
-            deadline_s,
-        )
 
     async def _turn(self, said: _Said, talk: Conversation) -> ChatTurn:
         turn = await prepare_turn(
@@ -234,16 +206,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return Echo(said.prompt, _is_prompt_alone(said.message))
         text = await token_ids_text(self._model, token_ids, "prompt", options.skip_special_tokens)
         return Echo(text, _is_prompt_alone(said.message))
-
-
-def _charging(call: InProgress, charge: Callable[[int], None]) -> Callable[[int], None]:
-    """Return what counts further sequences of a call, in its places and in its tenant's quota."""
-
-    def both(count: int) -> None:
-        call.take_places(count)
-        charge(count)
-
-    return both
 
 
 class _Said(NamedTuple):
@@ -338,8 +300,9 @@ def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:
             )
 
 
-def _slo(given: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Slo:
-    """Return the message's bounds, else the metadata's or the server's; a deadline bounds TTFT too."""
+def _with_slo(caller: Caller, given: inference_pb2.Slo) -> Caller:
+    """Return a caller with the message's bounds, where it has some; a deadline bounds TTFT too."""
+    default, deadline_s = caller.slo, caller.deadline_s
     ttft_s = given.ttft_s if given.HasField("ttft_s") else default.ttft_slo_s
     tbt_s = given.tbt_s if given.HasField("tbt_s") else default.tbt_slo_s
     gap_s = given.longest_gap_s if given.HasField("longest_gap_s") else default.longest_gap_slo_s
@@ -347,4 +310,6 @@ def _slo(given: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Sl
     for name, bound_s in bounds:
         if not bound_s > 0:
             raise InvalidRequestError(f"{name}: seconds above 0 are wanted", name)
-    return Slo(ttft_s if deadline_s is None else min(ttft_s, max(deadline_s, 0.0)), tbt_s, gap_s)
+    if deadline_s is not None:
+        ttft_s = min(ttft_s, max(deadline_s, 0.0))
+    return caller._replace(slo=Slo(ttft_s, tbt_s, gap_s))

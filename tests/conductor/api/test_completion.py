@@ -10,6 +10,7 @@ from base.errors import CapacityError, LostError, SloUnreachableError, Unavailab
 from base.messages import PrefillTimes
 from base.metrics import ConductorMetrics, exposition, process_registry
 from base.request import FinishReason, RequestId, Slo
+from conductor.api.access import Client
 from conductor.api.completion import Completions
 from conductor.api.headers import Caller
 from conductor.api.options import Options, make_request
@@ -46,7 +47,7 @@ async def run(model, slo=UNBOUNDED, gap_s=0.25, failure=None, limit=None):
     metrics = ConductorMetrics(process_registry(), MODEL)
     dispatcher = TimedDispatcher(model, metrics, clock, gap_s, failure)
     completions = Completions(model, dispatcher, metrics, clock, max_calls=1)
-    with completions.call() as call:
+    with completions.call(Client()) as call:
         clock.advance(0.0625)
         request = make_request(
             RequestId("r"), (5, 6, 7), Options(), Caller(call.arrived_at_s, slo), model, random.Random(1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from base.errors import RejectedError, UnavailableError
 from base.metrics import ConductorMetrics, process_registry
+from conductor.api.access import Client
 from conductor.api.completion import MAX_BODIES, Completions
 from conductor.api.shares import Shares
 from tests.conductor.api.test_access import SetClock
@@ -55,7 +56,7 @@ async def test_a_call_is_cut_off_once(model):
     held = completions(model, max_calls=8)
 
     async def called():
-        with held.call():
+        with held.call(Client()):
             held.cut_off()
             held.cut_off()
             await asyncio.sleep(0)
@@ -78,10 +79,10 @@ def completions(model, **more) -> Completions:
 
 async def test_what_a_call_took_is_free_again_when_it_ends(model):
     held = completions(model, max_calls=8, max_body_bytes=10)
-    with held.call("a") as call:
+    with held.call(Client("a")) as call:
         call.take_places(7)
         call.take_bytes(MAX_BODIES * 10)
-        with pytest.raises(RejectedError, match="8 of 8 sequences"), held.call("b"):
+        with pytest.raises(RejectedError, match="8 of 8 sequences"), held.call(Client("b")):
             pass
         with pytest.raises(RejectedError, match="bodies of calls in progress"):
             call.take_bytes(1)
