@@ -9,17 +9,15 @@ the first fault, because a validator's report of each of a million costs more th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
-    Discriminator,
     Field,
     PlainValidator,
-    Tag,
     ValidationError,
     WithJsonSchema,
     create_model,
@@ -36,6 +34,7 @@ from conductor.api.openai_fields import refused_or_none
 from conductor.api.openai_tools import (
     MAX_TOOL_CALLS,
     CallOfTool,
+    NamedChoice,
     ToolChoice,
     ToolList,
     check_json_texts,
@@ -46,18 +45,22 @@ from conductor.api.openai_tools import (
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
-    MAX_SHOWN_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     Options,
 )
-from conductor.api.strict_body import StrictBody, TemplateVariables, required
+from conductor.api.strict_body import (
+    StrictBody,
+    TemplateVariables,
+    TextOrParts,
+    TextPart,
+    joined_text,
+    required,
+)
 from conductor.api.turn import Reasoning, Tools
 
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
-MAX_PARTS = 8_192
-"""The parts of one message's content. All of a body are bounded with its other lists and objects."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
 
@@ -140,28 +143,9 @@ def reasoning_wishes(effort: ReasoningEffort | None, budget: int | None, is_show
     return Reasoning(is_shown, 0 if effort == "none" else budget, variables)
 
 
-class _ContentPart(StrictBody):
-    type: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
-    text: str | None = None
-
-
-def content_kind(value: Any) -> str:
-    """Return the tag of a content's form. Tags have spaces, by which `_refusal` knows them from fields."""
-    return "a list of parts" if isinstance(value, list) else "a string"
-
-
 class Message(StrictBody):
     role: ChatRole
-    content: (
-        Annotated[
-            Annotated[str, Tag("a string")]
-            | Annotated[
-                list[_ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")
-            ],
-            Discriminator(content_kind),
-        ]
-        | None
-    ) = None
+    content: TextOrParts[TextPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[CallOfTool], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
@@ -178,7 +162,7 @@ class _Rendered(StrictBody):
     chat_template_kwargs: TemplateVariables | None = None
     parse_special_tokens: bool | None = None
     tools: ToolList | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice[NamedChoice] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
@@ -330,19 +314,9 @@ def _chat_message(message: Message, param: str) -> ChatMessage:
     content = message.content
     if content is None and not past:
         raise InvalidRequestError(f"{param}.content is missing", f"{param}.content")
-    text = content if isinstance(content, str) else _lines(content or (), param)
+    text = joined_text(content or "", f"{param}.content")
     thoughts = message.reasoning_content or message.reasoning
     return ChatMessage(message.role, text, message.name, past, message.tool_call_id, thoughts)
-
-
-def _lines(content: Sequence[_ContentPart], param: str) -> str:
-    lines = []
-    for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            where = f"{param}.content[{index}]"
-            raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", f"{where}.type")
-        lines.append(part.text)
-    return "\n".join(lines)
 
 
 def sampling_of(body: StrictBody) -> dict[str, Any]:

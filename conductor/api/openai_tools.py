@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -14,7 +14,7 @@ from base.errors import InvalidRequestError
 from conductor.api.body_bounds import excess
 from conductor.api.chat_template import ToolSpec
 from conductor.api.parsing.events import fault_of, value_or_none
-from conductor.api.strict_body import StrictBody, required
+from conductor.api.strict_body import CallId, StrictBody, required
 from conductor.api.turn import Tools
 
 MAX_TOOLS = 1_024
@@ -60,7 +60,7 @@ class CalledFunction(StrictBody):
 
 
 class CallOfTool(StrictBody):
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -89,8 +89,9 @@ def choice_kind(value: Any) -> str:
     return "an object" if isinstance(value, dict) else "a word"
 
 
+Named = TypeVar("Named", bound=StrictBody)
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedChoice, Tag("an object")],
+    Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[Named, Tag("an object")],
     Discriminator(choice_kind),
 ]
 

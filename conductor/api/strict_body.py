@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, to_json
 
 from base.errors import InvalidRequestError
 
 Value = TypeVar("Value")
 
+MAX_PARTS = 8_192
+"""The parts of one message's content. All of a body are bounded with its other lists and objects."""
 MAX_TEMPLATE_VARIABLES = 64
 MAX_VARIABLE_BYTES = 1 << 17
 """JSON of the chat template's variables that a body sets: switches and short texts."""
@@ -30,6 +33,53 @@ def required(value: Value | None, param: str) -> Value:
     if value is None:
         raise InvalidRequestError(f"{param} is missing", param)
     return value
+
+
+ShortName = Annotated[str, Field(max_length=100)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class TextPart(StrictBody):
+    """A part of a message's content, of a tool's result or of the system's message."""
+
+    type: ShortName
+    text: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """The text that the prompt has of it."""
+        return self.text
+
+
+def content_kind(value: Any) -> str:
+    """Return the tag of a content's form. Tags have spaces, by which errors know them from fields."""
+    return "a list of parts" if isinstance(value, list) else "a string"
+
+
+Part = TypeVar("Part", bound=StrictBody)
+TextOrParts = Annotated[
+    Annotated[str, Tag("a string")]
+    | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")],
+    Discriminator(content_kind),
+]
+
+
+def joined_text(
+    content: str | Sequence[TextPart] | None, param: str, types: Collection[str] = ("text",)
+) -> str:
+    """Return a content as one text, of which its parts are lines.
+
+    Raises InvalidRequestError for none, or a part of none of `types`, or without a text.
+    """
+    if isinstance(content, str):
+        return content
+    lines = []
+    for index, part in enumerate(required(content, param)):
+        if part.type not in types:
+            where = f"{param}[{index}].type"
+            raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", where)
+        lines.append(required(part.shown, f"{param}[{index}].text"))
+    return "\n".join(lines)
 
 
 def variables_excess(variables: dict[str, Any]) -> str:

@@ -8,65 +8,48 @@ tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from base.errors import InvalidRequestError
 from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import SchemaText
-from conductor.api.openai_schema import SamplingBody, content_kind, sampling_of
+from conductor.api.openai_schema import SamplingBody, sampling_of
 from conductor.api.openai_tools import MAX_TOOLS, Table, chosen, require_called, tool_spec
-from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
-from conductor.api.strict_body import StrictBody, TemplateVariables, required
+from conductor.api.options import MAX_MESSAGES, MAX_STOP_STRINGS, Options
+from conductor.api.strict_body import (
+    CallId,
+    ShortName,
+    StrictBody,
+    TemplateVariables,
+    TextOrParts,
+    TextPart,
+    joined_text,
+    required,
+)
 from conductor.api.turn import Reasoning, Tools
 
-MAX_BLOCKS = 8_192
-_MAX_ID_CHARS = 256
-_Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
-_Id = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
 
-
-class ResultBlock(StrictBody):
-    """A block of a tool's result, or of the system's message."""
-
-    type: _Name
-    text: str | None = None
-
-
-class Block(StrictBody):
-    type: _Name
-    text: str | None = None
-    id: _Id | None = None
+class Block(TextPart):
+    id: CallId | None = None
     name: str | None = None
     input: Table | None = None
-    tool_use_id: _Id | None = None
-    content: _Result | None = None
+    tool_use_id: CallId | None = None
+    content: TextOrParts[TextPart] | None = None
     is_error: bool | None = None
     thinking: str | None = None
 
 
-_Result = Annotated[
-    Annotated[str, Tag("a string")]
-    | Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of parts")],
-    Discriminator(content_kind),
-]
-_Content = Annotated[
-    Annotated[str, Tag("a string")]
-    | Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of parts")],
-    Discriminator(content_kind),
-]
-
-
 class AnthropicMessage(StrictBody):
     role: Literal["user", "assistant", "system"]
-    content: _Content
+    content: TextOrParts[Block]
 
 
 class AnthropicTool(StrictBody):
-    type: _Name | None = None
+    type: ShortName | None = None
     name: str
     description: str | None = None
     input_schema: Table | None = None
@@ -91,7 +74,7 @@ class OutputFormat(StrictBody):
 
 class OutputConfig(StrictBody):
     format: OutputFormat | None = None
-    effort: _Name | None = None
+    effort: ShortName | None = None
 
 
 class CountTokensBody(StrictBody):
@@ -99,7 +82,7 @@ class CountTokensBody(StrictBody):
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: _Result | None = None
+    system: TextOrParts[TextPart] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
@@ -143,7 +126,7 @@ class CountTokensBody(StrictBody):
         """
         turns: list[ChatMessage] = []
         if self.system is not None:
-            turns.append(ChatMessage("system", _text(self.system, "system")))
+            turns.append(ChatMessage("system", joined_text(self.system, "system")))
         call_ids: set[str] = set()
         for index, message in enumerate(self.messages):
             turns += _turns(message, f"messages[{index}]", call_ids)
@@ -218,22 +201,7 @@ def _past_call(block: Block, where: str) -> PastCall:
 def _result(block: Block, where: str, call_ids: set[str]) -> ChatMessage:
     call_id = required(block.tool_use_id, f"{where}.tool_use_id")
     require_called(call_id, call_ids, f"{where}.tool_use_id", "tool_use")
-    text = _text(block.content or "", f"{where}.content")
+    text = joined_text(block.content or "", f"{where}.content")
     if block.is_error:
         text = json.dumps({"error": text}, ensure_ascii=False)
     return ChatMessage("tool", text, call_id=call_id)
-
-
-def _text(content: str | Sequence[ResultBlock], param: str) -> str:
-    if isinstance(content, str):
-        return content
-    lines = []
-    for index, block in enumerate(content):
-        if block.type != "text":
-            where = f"{param}[{index}].type"
-            raise InvalidRequestError(f"{where}: {block.type!r} is not supported, text is", where)
-        lines.append(required(block.text, f"{param}[{index}].text"))
-    return "\n".join(lines)
-
-
-Block.model_rebuild()

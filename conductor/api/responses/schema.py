@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
@@ -17,55 +18,65 @@ from base.errors import InvalidRequestError
 from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
-from conductor.api.openai_schema import MAX_PARTS, SamplingBody, content_kind, sampling_of
+from conductor.api.openai_schema import ReasoningEffort, SamplingBody, reasoning_wishes, sampling_of
 from conductor.api.openai_tools import (
     CALL_CHARS,
     MAX_TOOLS,
     Table,
+    ToolChoice,
     check_json_texts,
-    choice_kind,
     chosen,
     past_arguments,
     require_called,
     tool_spec,
 )
-from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
-from conductor.api.strict_body import StrictBody, TemplateVariables, required
+from conductor.api.options import MAX_MESSAGES, Options
+from conductor.api.strict_body import (
+    MAX_PARTS,
+    CallId,
+    ShortName,
+    StrictBody,
+    TemplateVariables,
+    TextOrParts,
+    TextPart,
+    content_kind,
+    joined_text,
+    required,
+)
 from conductor.api.turn import Reasoning, Tools
 
-_Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
-_Id = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_METADATA_CHARS, MAX_KEY_CHARS = 512, 64
 """OpenAI's bounds on `metadata`, which each event of a response's state repeats."""
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class ItemPart(StrictBody):
-    type: _Name
-    text: str | None = None
+class ItemPart(TextPart):
     refusal: str | None = None
 
+    @property
+    def shown(self) -> str | None:
+        return self.refusal if self.type == "refusal" else self.text
 
-_Parts = Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")]
-_Text = Annotated[Annotated[str, Tag("a string")] | _Parts, Discriminator(content_kind)]
+
+_plain = partial(joined_text, types=(*_TEXT_TYPES, "refusal"))
 
 
 class InputMessage(StrictBody):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text
+    content: TextOrParts[ItemPart]
 
 
 class InputItem(StrictBody):
     """An item that is no message."""
 
-    type: _Name
-    content: _Text | None = None
+    type: ShortName
+    content: TextOrParts[ItemPart] | None = None
     id: str | None = None
-    call_id: _Id | None = None
+    call_id: CallId | None = None
     name: str | None = None
     arguments: str | None = None
-    output: _Text | None = None
+    output: TextOrParts[ItemPart] | None = None
     summary: Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
@@ -81,7 +92,7 @@ _Items = Annotated[list[_Item], Field(max_length=MAX_MESSAGES, fail_fast=True), 
 
 
 class ResponsesTool(StrictBody):
-    type: _Name
+    type: ShortName
     name: str | None = None
     description: str | None = None
     parameters: Table | None = None
@@ -95,15 +106,8 @@ class ResponsesChoice(StrictBody):
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
-_Choice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a word")]
-    | Annotated[ResponsesChoice, Tag("an object")],
-    Discriminator(choice_kind),
-]
-
-
 class ReasoningWish(StrictBody):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -111,7 +115,7 @@ class ReasoningWish(StrictBody):
 class TextFormat(StrictBody):
     json_schema: SchemaText | None = Field(default=None, alias="schema")
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: _Name | None = None
+    name: ShortName | None = None
 
 
 class TextWish(StrictBody):
@@ -138,12 +142,12 @@ class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
         default_factory=list
     )
     instructions: str | None = None
-    previous_response_id: _Id | None = None
+    previous_response_id: CallId | None = None
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: _Choice | None = None
+    tool_choice: ToolChoice[ResponsesChoice] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16), AfterValidator(_of_texts)] | None = None
@@ -187,12 +191,7 @@ class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
 
     def asked_reasoning(self) -> Reasoning:
         effort = self.reasoning.effort if self.reasoning is not None else None
-        if effort is None:
-            return Reasoning()
-        on = {"enable_thinking": effort != "none", "thinking": effort != "none"}
-        if effort == "none":
-            return Reasoning(budget_tokens=0, variables=on)
-        return Reasoning(variables={**on, "reasoning_effort": effort})
+        return reasoning_wishes(effort, None, is_shown=True)
 
     @property
     def num_json_chars(self) -> int:
@@ -257,16 +256,3 @@ def _add(turns: list[ChatMessage], item: InputMessage | InputItem, param: str, c
 
 def _is_open(turns: Sequence[ChatMessage]) -> bool:
     return bool(turns) and turns[-1].role == "assistant"
-
-
-def _plain(content: str | Sequence[ItemPart] | None, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    lines = []
-    for index, part in enumerate(required(content, param)):
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None or part.type not in (*_TEXT_TYPES, "refusal"):
-            where = f"{param}[{index}].type"
-            raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", where)
-        lines.append(text)
-    return "\n".join(lines)
