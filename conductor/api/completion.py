@@ -245,13 +245,12 @@ class Completions:
         await self.turn(
             PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT + num_biases // BIASES_OF_A_UNIT
         )
-        book = _Book(asked, self.metrics, self.clock)
         request = request._replace(frontend_s=self.clock.now_s() - asked.arrived_at_s)
         detokenizer = Detokenizer(self.model.tokenizer, options.skip_special_tokens, options.kept_token_ids)
         token_units = 1 + (request.num_logprobs or 0)
         most = PART_UNITS // token_units
         stream = TextStream(detokenizer, options.stop, options.include_stop, request.stop.min_tokens)
-        try:
+        with _Book(asked, self.metrics, self.clock) as book:
             async with aclosing(self._dispatcher.generate(request)) as generated:
                 async for whole in generated:
                     for part in _parts(whole, most):
@@ -264,19 +263,13 @@ class Completions:
                         if piece.finish_reason is not None:
                             return
             raise ProtocolError("the tokens ended without a finish reason")
-        except ServeError as error:
-            book.fail(error)
-            raise
-        finally:
-            book.close()
 
     async def embed(self, asked: TextRequest) -> Embedded:
         """Return the vector of a request that wants one; raises ServeError. Cancelling cancels."""
         request = asked.request
         await self.turn(PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT)
-        book = _Book(asked, self.metrics, self.clock)
         request = request._replace(frontend_s=self.clock.now_s() - asked.arrived_at_s)
-        try:
+        with _Book(asked, self.metrics, self.clock) as book:
             async with aclosing(self._dispatcher.generate(request)) as generated:
                 async for whole in generated:
                     if whole.embedding is None:
@@ -284,11 +277,6 @@ class Completions:
                     book.embedded(whole.num_cached_tokens)
                     return Embedded(whole.embedding, whole.num_cached_tokens)
             raise ProtocolError("no vector came of the prompt")
-        except ServeError as error:
-            book.fail(error)
-            raise
-        finally:
-            book.close()
 
     async def _checked(self, asked: TextRequest) -> TextRequest:
         """Return a request with its grammar as nodes are to have it; raises ServeError."""
@@ -338,7 +326,7 @@ def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:
 
 
 class _Book:
-    """The account of one sequence in the metrics."""
+    """The account of one sequence in the metrics, for the length of a `with`."""
 
     def __init__(self, asked: TextRequest, metrics: ConductorMetrics, clock: Clock) -> None:
         self._asked = asked
@@ -347,9 +335,20 @@ class _Book:
         self._first_at_s = 0.0
         self._num_tokens = 0
         self._outcome = "cancelled"
-        metrics.running.inc()
-        if asked.request.pooling is None:
-            metrics.ttft_part["frontend"].observe(clock.now_s() - asked.arrived_at_s)
+
+    def __enter__(self) -> _Book:
+        self._metrics.running.inc()
+        if self._asked.request.pooling is None:
+            self._metrics.ttft_part["frontend"].observe(self._clock.now_s() - self._asked.arrived_at_s)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ServeError):
+            self._fail(error)
+        self._metrics.running.dec()
+        self._metrics.sequences.labels(self._outcome).inc()
 
     def add(self, piece: Piece) -> None:
         metrics, num_tokens = self._metrics, len(piece.tokens)
@@ -380,16 +379,12 @@ class _Book:
         self._metrics.request_prompt_tokens.observe(num_prompt_tokens)
         self._metrics.cached_tokens.inc(num_cached_tokens)
 
-    def fail(self, error: ServeError) -> None:
+    def _fail(self, error: ServeError) -> None:
         self._outcome = type(error).__name__
         if isinstance(error, RejectedError):
             reason = "slo" if isinstance(error, SloUnreachableError) else "capacity"
             self._metrics.rejections.labels(reason).inc()
             self._metrics.rejection_seconds.observe(self._clock.now_s() - self._asked.arrived_at_s)
-
-    def close(self) -> None:
-        self._metrics.running.dec()
-        self._metrics.sequences.labels(self._outcome).inc()
 
     def _finish(self) -> None:
         now_s, arrived_at_s, slo = self._clock.now_s(), self._asked.arrived_at_s, self._asked.request.slo
