@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from base.clock import Clock
 from base.errors import InvalidRequestError
@@ -62,12 +62,6 @@ def _value_bytes(value: Any) -> int:
     return sys.getsizeof(value) + inner
 
 
-class _Holding(NamedTuple):
-    response: HeldResponse
-    until_s: float
-    num_bytes: int
-
-
 class HeldResponses:
     """The responses of one conductor. Owned by the event loop."""
 
@@ -77,10 +71,11 @@ class HeldResponses:
         self._clock = clock
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
-        self._entries: OrderedDict[tuple[str, str], _Holding] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], tuple[HeldResponse, float]] = OrderedDict()
+        """Each response, and until when it is held; oldest first."""
         self._ids_of: dict[str, OrderedDict[str, None]] = {}
         """The responses of each tenant, oldest first."""
-        self._tenant_bytes: dict[str, int] = {}
+        self._tenant_bytes: Counter[str] = Counter()
         self.num_bytes = 0
 
     def find(self, tenant: str, response_id: str) -> HeldResponse:
@@ -93,7 +88,7 @@ class HeldResponses:
                 f"than {HELD_S / 60:g} minutes or made room for others; send the whole conversation as input",
                 "previous_response_id",
             )
-        return entry.response
+        return entry[0]
 
     def hold(self, tenant: str, response_id: str, response: HeldResponse) -> None:
         """Hold a response for a time; the oldest of this tenant, then of all, make room."""
@@ -103,41 +98,39 @@ class HeldResponses:
         self._forget_old()
         if (tenant, response_id) in self._entries:
             self._forget((tenant, response_id))
-        while self._tenant_bytes.get(tenant, 0) + num_bytes > self._max_tenant_bytes:
+        while self._tenant_bytes[tenant] + num_bytes > self._max_tenant_bytes:
             self._forget((tenant, next(iter(self._ids_of[tenant]))))
         while self.num_bytes + num_bytes > self._max_bytes:
             self._forget(next(iter(self._entries)))
-        self._entries[tenant, response_id] = _Holding(response, self._clock.now_s() + HELD_S, num_bytes)
+        self._entries[tenant, response_id] = response, self._clock.now_s() + HELD_S
         self._ids_of.setdefault(tenant, OrderedDict())[response_id] = None
         self.num_bytes += num_bytes
-        self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + num_bytes
+        self._tenant_bytes[tenant] += num_bytes
 
     def check(self) -> None:
         """Assert that the counts are those of what is held."""
-        counts: dict[str, int] = {}
-        for (tenant, _), entry in self._entries.items():
-            counts[tenant] = counts.get(tenant, 0) + entry.num_bytes
-        assert counts == self._tenant_bytes
+        counts: Counter[str] = Counter()
+        for (tenant, _), (response, _) in self._entries.items():
+            counts[tenant] += response.num_bytes
+        assert {**counts} == {**self._tenant_bytes}
         assert {(tenant, each) for tenant, ids in self._ids_of.items() for each in ids} == {*self._entries}
         assert sum(counts.values()) == self.num_bytes <= self._max_bytes
 
     def _forget_old(self) -> None:
         now_s = self._clock.now_s()
         while self._entries:
-            key, entry = next(iter(self._entries.items()))
-            if entry.until_s > now_s:
+            key, (_, until_s) = next(iter(self._entries.items()))
+            if until_s > now_s:
                 return
             self._forget(key)
 
     def _forget(self, key: tuple[str, str]) -> None:
-        entry = self._entries.pop(key)
-        self.num_bytes -= entry.num_bytes
-        left = self._tenant_bytes[key[0]] - entry.num_bytes
-        if left:
-            self._tenant_bytes[key[0]] = left
-            del self._ids_of[key[0]][key[1]]
-        else:
-            del self._tenant_bytes[key[0]], self._ids_of[key[0]]
+        (tenant, response_id), (response, _) = key, self._entries.pop(key)
+        self.num_bytes -= response.num_bytes
+        self._tenant_bytes[tenant] -= response.num_bytes
+        del self._ids_of[tenant][response_id]
+        if not self._ids_of[tenant]:
+            del self._tenant_bytes[tenant], self._ids_of[tenant]
 
 
 def answered(token_ids: Sequence[int], generated: Sequence[int], end_ids: Sequence[int]) -> array[int]:
