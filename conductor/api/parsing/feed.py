@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeVar
 
-from conductor.api.parsing.events import MAX_CALL_DEPTH
+from conductor.api.parsing.events import MAX_CALL_DEPTH, Called, called_or_none, value_or_none
 
 Value = TypeVar("Value")
 Steps = Generator[None, None, Value]
@@ -98,6 +98,12 @@ class Feed:
                 return ""
             yield
 
+    def text_until(self, marks: Marks) -> Steps[tuple[str, str]]:
+        """Take what comes before the next mark, and the mark; return both, no mark where none came."""
+        parts: list[str] = []
+        mark = yield from self.until(marks, parts.append)
+        return "".join(parts), mark
+
     def block(self, close: str, is_whole: Callable[[str], bool]) -> Steps[str | None]:
         """Take text to the first `close` before which it `is_whole`, and return it.
 
@@ -113,6 +119,19 @@ class Feed:
             if is_whole(text):
                 return text
             parts = [text, close]
+
+    def no_call(self, before: str, close: str) -> Steps[str]:
+        """Take text that is no call, to `close`, and return it after `before`.
+
+        Where the answer ended before, `before` alone is returned, and all else stays.
+        """
+        text = yield from self.block(close, lambda text: True)
+        return before if text is None else f"{before}{text}{close}"
+
+    def call(self, name: str) -> Steps[tuple[Called | None, str]]:
+        """Take the arguments that come next; return the call with them, None if it is none, and the text."""
+        json = yield from self.json()
+        return called_or_none(name, value_or_none(json.text)) if json.is_whole else None, json.text
 
     def json(self, to: Callable[[str], object] = lambda text: None) -> Steps[JsonText]:
         """Take the JSON object or list that comes next: to its end, or to where it is malformed.

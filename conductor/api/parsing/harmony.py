@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from conductor.api.parsing.answer import Trimmed
-from conductor.api.parsing.events import Emit, Said, Schemas, Thought, called_or_none, value_or_none
+from conductor.api.parsing.events import Emit, Said, Schemas, Thought
 from conductor.api.parsing.feed import Feed, Marks, Steps
 
 MESSAGE, START, END, CALL, RETURN = "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"
@@ -30,10 +30,9 @@ def harmony(feed: Feed, schemas: Schemas, emit: Emit, is_thinking: bool) -> Step
             yield from feed.until(Marks(END, RETURN), lambda text: emit(Said(text)))
             return
         is_first = False
-        parts: list[str] = []
-        if not (yield from feed.until(_IN_HEADER, parts.append)):
+        header, mark = yield from feed.text_until(_IN_HEADER)
+        if not mark:
             return  # the answer ended in a header
-        header = "".join(parts)
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         if recipient:
             yield from _call(feed, emit, recipient[1])
@@ -74,16 +73,10 @@ def _text(feed: Feed, to: Trimmed) -> Steps[None]:
 def _call(feed: Feed, emit: Emit, recipient: str) -> Steps[None]:
     """Read a call and the opening of the next message."""
     yield from feed.space()
-    json = None
     if feed.text.startswith("{"):
-        json = yield from feed.json()
-    call = (
-        called_or_none(recipient.removeprefix("functions."), value_or_none(json.text))
-        if json and json.is_whole
-        else None
-    )
-    if call is not None:
-        emit(call)
-    elif not feed.is_cut and json is not None:
-        emit(Said(json.text))
+        call, text = yield from feed.call(recipient.removeprefix("functions."))
+        if call is not None:
+            emit(call)
+        elif not feed.is_cut:
+            emit(Said(text))
     yield from feed.until(Marks(START), lambda text: None)

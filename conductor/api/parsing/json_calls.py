@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from conductor.api.parsing.events import Called, Emit, Schemas, called_or_none, value_or_none
-from conductor.api.parsing.feed import Feed, Marks, Steps
+from conductor.api.parsing.feed import Feed, JsonText, Marks, Steps
 
 ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
-def _of_object(text: str) -> Called | None:
-    """Return the call that an object with a name and arguments is."""
-    value = value_or_none(text)
+def _of_object(json: JsonText, others: object) -> Called | None:
+    """Return the call that an object with a name and arguments is; `others`: arguments where it has none."""
+    value = value_or_none(json.text) if json.is_whole else None
     if not isinstance(value, Mapping):
         return None
-    given: object = next((value[key] for key in ARGUMENTS_KEYS if key in value), {})
+    given = next((value[key] for key in ARGUMENTS_KEYS if key in value), others)
     return called_or_none(value.get("name"), given)
 
 
@@ -26,10 +26,9 @@ def tagged_object(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]
     """Read `{"name": ..., "arguments": ...}</tool_call>`; returns what is no call, None: it was one."""
     space = yield from feed.space()
     if not feed.text.startswith("{"):
-        rest = yield from feed.block("</tool_call>", lambda text: True)
-        return space if rest is None else f"{space}{rest}</tool_call>"
+        return (yield from feed.no_call(space, "</tool_call>"))
     json = yield from feed.json()
-    call = _of_object(json.text) if json.is_whole else None
+    call = _of_object(json, {})
     if call is None:
         return space + json.text
     emit(call)
@@ -46,8 +45,8 @@ def bare_objects(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         return space
     while True:
         json = yield from feed.json()
-        call = _of_object(json.text) if json.is_whole else None
-        if call is None or (schemas and call.name not in schemas) or not _has_arguments(json.text):
+        call = _of_object(json, None)
+        if call is None or (schemas and call.name not in schemas):
             return space + json.text
         emit(call)
         space = yield from feed.space()
@@ -55,11 +54,6 @@ def bare_objects(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         space = space + mark + (yield from feed.space())
         if not feed.text.startswith("{"):
             return space if space.strip() and feed.text else None
-
-
-def _has_arguments(text: str) -> bool:
-    value = value_or_none(text)
-    return isinstance(value, Mapping) and any(key in value for key in ARGUMENTS_KEYS)
 
 
 _MISTRAL_HEAD = Marks("[CALL_ID]", "[ARGS]", "{", "\n", "[TOOL_CALLS]")
@@ -83,27 +77,22 @@ def mistral(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
             if call is not None:
                 emit(call)
         return None if any(calls) else space + json.text
-    head: list[str] = [space]
-    found = yield from feed.until(_MISTRAL_HEAD, head.append)
-    name = "".join(head).strip()
-    head.append(found)
+    name, found = yield from feed.text_until(_MISTRAL_HEAD)
+    head = space + name
+    if found in ("{", "[TOOL_CALLS]"):
+        feed.text = found + feed.text
+    else:
+        head += found
     if found == "[CALL_ID]":
-        found = yield from feed.until(_MISTRAL_ID, head.append)
-        head.append(found)
+        call_id, found = yield from feed.text_until(_MISTRAL_ID)
+        head += call_id + found
     if found == "[ARGS]":
-        head.append((yield from feed.space()))
-    elif found == "{":
-        head.pop()
-        feed.text = found + feed.text
-    elif found == "[TOOL_CALLS]":
-        feed.text = found + feed.text
-        return "".join(head[:-1])
+        head += yield from feed.space()
     if found not in ("[ARGS]", "{") or not feed.text.startswith("{"):
-        return "".join(head)
-    json = yield from feed.json()
-    call = called_or_none(name, value_or_none(json.text)) if json.is_whole else None
+        return head
+    call, text = yield from feed.call(name.strip())
     if call is None:
-        return "".join(head) + json.text
+        return head + text
     emit(call)
     return None
 
@@ -125,22 +114,17 @@ def deepseek(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         if mark == _DEEPSEEK_END:
             return None
         if not mark:
-            rest = yield from feed.block(_DEEPSEEK_END, lambda text: True)
-            return space if rest is None else f"{space}{rest}{_DEEPSEEK_END}"
-        head: list[str] = []
-        yield from feed.until(_DEEPSEEK_TO_SEP, head.append)
-        name = "".join(head).strip()
-        if name == "function" and not feed.text.startswith("{"):
-            head.clear()
-            yield from feed.until(_LINE_END, head.append)
-            name = "".join(head).strip()
+            return (yield from feed.no_call(space, _DEEPSEEK_END))
+        name, _ = yield from feed.text_until(_DEEPSEEK_TO_SEP)
+        if name.strip() == "function" and not feed.text.startswith("{"):
+            name, _ = yield from feed.text_until(_LINE_END)
             yield from feed.space()
             yield from feed.begins("```json")
+        name = name.strip()
         yield from feed.space()
-        json = yield from feed.json()
-        call = called_or_none(name, value_or_none(json.text)) if json.is_whole else None
+        call, text = yield from feed.call(name)
         if call is None:
-            return f"{mark}{name}{_DEEPSEEK_SEP}{json.text}"
+            return f"{mark}{name}{_DEEPSEEK_SEP}{text}"
         emit(call)
         yield from feed.until(_DEEPSEEK_TO_END, lambda text: None)
 
@@ -161,14 +145,11 @@ def kimi(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         mark = yield from feed.until(_KIMI_NEXT, lambda text: None)
         if mark != _KIMI_CALL:
             return None
-        head: list[str] = []
-        yield from feed.until(_KIMI_TO_ARGUMENT, head.append)
-        call_id = "".join(head).strip()
+        head, _ = yield from feed.text_until(_KIMI_TO_ARGUMENT)
+        call_id = head.strip()
         yield from feed.space()
-        json = yield from feed.json()
-        name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id
-        call = called_or_none(name, value_or_none(json.text)) if json.is_whole else None
+        call, text = yield from feed.call(call_id.removeprefix("functions.").rpartition(":")[0] or call_id)
         if call is None:
-            return f"{mark}{call_id}{_KIMI_ARGUMENT}{json.text}"
+            return f"{mark}{call_id}{_KIMI_ARGUMENT}{text}"
         emit(call)
         yield from feed.until(_KIMI_TO_END, lambda text: None)

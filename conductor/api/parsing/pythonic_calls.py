@@ -6,7 +6,7 @@ import re
 
 from conductor.api.parsing.coerce import pythonic_calls
 from conductor.api.parsing.events import Emit, Schemas, called_or_none
-from conductor.api.parsing.feed import Feed, Steps
+from conductor.api.parsing.feed import Feed, Marks, Steps
 
 _BEGUN = re.compile(r"\[\s*[\w.]*\s*")
 _BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -20,13 +20,7 @@ def pythonic(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         yield
     if not _BEGINS.match(feed.text):
         return space
-    parts: list[str] = []
-    while True:
-        parts.append(feed.take(len(feed.text)))
-        if feed.is_ended:
-            break
-        yield
-    text = "".join(parts)
+    text, _ = yield from feed.text_until(Marks())
     found = pythonic_calls(text.rstrip().removesuffix(_END))
     calls = [called_or_none(name, arguments) for name, arguments in found or ()]
     if not calls or None in calls or (schemas and not all(call and call.name in schemas for call in calls)):

@@ -40,8 +40,7 @@ def qwen_function(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]
     """Read `<function=NAME> <parameter=KEY> VALUE </parameter> ... </function></tool_call>`."""
     space = yield from feed.space()
     if not (yield from feed.begins("<function=")):
-        rest = yield from feed.block("</tool_call>", lambda text: True)
-        return space if rest is None else f"{space}{rest}</tool_call>"
+        return (yield from feed.no_call(space, "</tool_call>"))
     broken = yield from qwen_open_function(feed, schemas, emit)
     return None if broken is None else f"{space}<function={broken}"
 
@@ -117,11 +116,9 @@ def dsml(section: str, space: str) -> Any:
             if found == end:
                 return None
             if not found:
-                rest = yield from feed.block(end, lambda text: True)
-                return blank if rest is None else f"{blank}{rest}{end}"
-            head: list[str] = []
-            bracket = yield from feed.until(_BRACKET, head.append)
-            name = "".join(head).strip()
+                return (yield from feed.no_call(blank, end))
+            head, bracket = yield from feed.text_until(_BRACKET)
+            name = head.strip()
             block: str | None = ""
             if not name.endswith("/"):
                 block = yield from feed.block(invoke_end, is_whole)
@@ -160,10 +157,9 @@ def _xtml_is_whole(text: str) -> bool:
 
 def xtml_call(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
     """Read a call of Kimi K3 after its opening."""
-    head: list[str] = []
-    yield from feed.until(_XTML_SEP, head.append)
+    head, _ = yield from feed.text_until(_XTML_SEP)
     block = yield from feed.block("<|close|>call<|sep|>", _xtml_is_whole)
-    name = _XTML_CALL.match("call" + "".join(head))
+    name = _XTML_CALL.match("call" + head)
     if block is None:
         return ""
     given = {
@@ -172,6 +168,6 @@ def xtml_call(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
     }
     call = called_or_none(html.unescape(name[1]), given) if name else None
     if call is None:
-        return "".join(head) + block
+        return head + block
     emit(call)
     return None
