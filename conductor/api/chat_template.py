@@ -206,22 +206,13 @@ def _turn(message: ChatMessage, takes_text: bool) -> dict[str, Any]:
     if message.reasoning is not None:
         turn["reasoning_content"] = turn["thinking"] = message.reasoning
     if message.calls:
-        turn["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": _argument_text(call.arguments) if takes_text else dict(call.arguments),
-                },
-            }
-            for call in message.calls
-        ]
+        turn["tool_calls"] = [_call(call, takes_text) for call in message.calls]
     return turn
 
 
-def _argument_text(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def _call(call: PastCall, takes_text: bool) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if takes_text else dict(call.arguments)
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 class _GenerationBlock(Extension):

@@ -148,18 +148,15 @@ class TokenBucket:
     """Requests of one tenant: so many a second, so many at once, so many in progress."""
 
     def __init__(self, quota: Quota, clock: Clock) -> None:
-        self._quota = quota
+        self.quota = quota
         self._clock = clock
         self._tokens = float(quota.burst)
         self._filled_at_s = clock.now_s()
         self.num_running = 0
 
-    def change(self, quota: Quota) -> None:
-        self._quota = quota
-
     def take(self, tenant: str) -> None:
         """Count a request in; raises RejectedError, which says when to come back."""
-        quota = self._quota
+        quota = self.quota
         if quota.concurrent and self.num_running >= quota.concurrent:
             raise RejectedError(f"tenant {tenant} has {self.num_running} requests in progress", BUSY_RETRY_S)
         if quota.requests_per_s:
@@ -177,7 +174,7 @@ class TokenBucket:
 
         Their rate is a debt: the requests that follow wait until it is paid.
         """
-        quota = self._quota
+        quota = self.quota
         if not count:
             return
         if quota.concurrent and self.num_running + count > quota.concurrent:
@@ -275,7 +272,7 @@ class KeyRing:
         self._keys = {key.id: key for key in file.keys}
         for tenant, quota in file.tenants.items():
             if tenant in self._buckets:
-                self._buckets[tenant].change(quota)
+                self._buckets[tenant].quota = quota
             else:
                 self._buckets[tenant] = TokenBucket(quota, self._clock)
         for tenant in self._buckets.keys() - file.tenants.keys():

@@ -28,6 +28,9 @@ from base.errors import (
 )
 from conductor.api.tokenizer import ContextLengthError
 
+LAST_SEQUENCE_NUMBER = (1 << 31) - 1
+"""The number of an error's event among those of a response: greater than that of any before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
@@ -74,7 +77,15 @@ def _openai_event(error: HttpError, request_id: str) -> str:
     return f"data: {error.body.decode()}\n\n"
 
 
+def _responses_event(error: HttpError, request_id: str) -> str:
+    shown = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+    numbered = {"type": "error", "sequence_number": LAST_SEQUENCE_NUMBER, **shown, "error": shown}
+    return f"event: error\ndata: {json.dumps(numbered)}\n\n"
+
+
 OPENAI_ERRORS = ErrorForm(_openai_body, _openai_event)
+RESPONSES_ERRORS = ErrorForm(_openai_body, _responses_event)
+"""The form of the Responses API, which has an event of its own in a stream."""
 
 # First match wins, so a class stands before its parents.
 _STATUS: tuple[tuple[type[ServeError], int, str, str | None], ...] = (

@@ -23,11 +23,10 @@ from conductor.api.http_reply import to_json
 from conductor.api.messages.errors import ANTHROPIC_ERRORS
 from conductor.api.messages.generation import count_tokens, create_message
 from conductor.api.messages.schema import CountTokensBody, MessagesBody
-from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm
+from conductor.api.openai_errors import OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm
 from conductor.api.openai_generation import chat, completion
 from conductor.api.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from conductor.api.replay_body import ReplayBody
-from conductor.api.responses.errors import RESPONSES_ERRORS
 from conductor.api.responses.generation import create_response
 from conductor.api.responses.schema import ResponsesBody
 from conductor.api.texts import detokenize, tokenize
@@ -177,7 +176,6 @@ def routes_at(path: str) -> tuple[Mapping[str, HttpRoute], str]:
     return {}, ""
 
 
-@functools.cache
 def openapi() -> dict[str, Any]:
     """Return the HTTP API as OpenAPI 3.1."""
     schemas: dict[str, Any] = {}

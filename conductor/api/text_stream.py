@@ -75,13 +75,9 @@ class TextStream:
             end, begin = min(ends)
             self.stopped_by = window[begin:end]
             return window[: end if self._include_stop else begin]
-        free = len(window) - self._held_chars(window)
+        free = len(window) - max(_length_begun(stop, window) for stop in self._stop)
         self._held = window[free:]
         return window[:free]
-
-    def _held_chars(self, window: str) -> int:
-        """Return the length of the longest end of `window` that begins a stop string."""
-        return max(_length_begun(stop, window) for stop in self._stop)
 
 
 def _length_begun(stop: str, window: str) -> int:

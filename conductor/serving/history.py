@@ -245,7 +245,7 @@ class History(RequestObserver):
     def _cluster_row(self, elapsed_s: float, num_waiting: int) -> list[float]:
         before, self._totals = self._totals, self._metrics.totals()
         rates = [(now - then) / elapsed_s for now, then in zip(self._totals, before, strict=True)]
-        beats = [each.last_heartbeat for each in self._membership.sessions if each.last_heartbeat]
+        beats = self._membership.heartbeats
         moved, self._moved_bytes = self._moved_bytes, 0.0
         return [
             *rates,

@@ -128,6 +128,11 @@ class Membership:
     def sessions(self) -> list[NodeSession]:
         return list(self._sessions.values())
 
+    @property
+    def heartbeats(self) -> list[Heartbeat]:
+        """The latest of each node that has sent one."""
+        return [each.last_heartbeat for each in self._sessions.values() if each.last_heartbeat]
+
     def require_compatible(self, info: NodeInfo) -> None:
         """Raise StaleError if the node cannot serve with this cluster: why, and what to change."""
         if info.protocol_version != PROTOCOL_VERSION:

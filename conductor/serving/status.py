@@ -46,12 +46,9 @@ def export_gauges(
         heard = (session.last_heartbeat_at_s for session in membership.sessions if session.last_heartbeat)
         return max((clock.now_s() - at_s for at_s in heard), default=0.0)
 
-    def beats() -> list[Heartbeat]:
-        return [session.last_heartbeat for session in membership.sessions if session.last_heartbeat]
-
     metrics.unplaced.set_function(lambda: len(dispatcher.queue))
-    metrics.waiting.set_function(lambda: sum(beat.num_waiting for beat in beats()))
-    metrics.kv_usage.set_function(lambda: held_share(beats()))
+    metrics.waiting.set_function(lambda: sum(beat.num_waiting for beat in membership.heartbeats))
+    metrics.kv_usage.set_function(lambda: held_share(membership.heartbeats))
     metrics.view_age.set_function(view_age_s)
 
 

@@ -26,7 +26,8 @@ class MessageBlocks:
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
         self._call_id = call_id
-        self._blocks: list[dict[str, Any]] = []
+        self.content: list[dict[str, Any]] = []
+        """The blocks that are whole."""
         self._texts: list[str] = []
         """The text of the last block, which is open."""
         self._open: str = ""
@@ -62,10 +63,6 @@ class MessageBlocks:
             "inference_geo": None,
         }
 
-    def content(self) -> list[dict[str, Any]]:
-        """Return the blocks, when the answer is over."""
-        return self._blocks
-
     def _added(self, events: Sequence[Event]) -> Iterable[str]:
         for found in events:
             if isinstance(found, Calling):
@@ -87,22 +84,22 @@ class MessageBlocks:
                     yield self._begun(kind)
                 self._texts.append(found.text)
                 delta = {"type": f"{kind}_delta", kind: found.text}
-                yield event("content_block_delta", index=len(self._blocks), delta=delta)
+                yield event("content_block_delta", index=len(self.content), delta=delta)
 
     def _begun(self, kind: str) -> str:
         self._open = kind
         block = {"type": kind, kind: "", **_extra(kind)}
-        return event("content_block_start", index=len(self._blocks), content_block=block)
+        return event("content_block_start", index=len(self.content), content_block=block)
 
     def _closed(self) -> str:
         """End the block that is open, if one is."""
         if not self._open:
             return ""
-        kind, index = self._open, len(self._blocks)
+        kind, index = self._open, len(self.content)
         if kind != TOOL_USE:
-            self._blocks.append({"type": kind, kind: "".join(self._texts), **_extra(kind)})
+            self.content.append({"type": kind, kind: "".join(self._texts), **_extra(kind)})
         elif "input" in self._call:  # else the limit cut it off: a whole message has no half of an object
-            self._blocks.append(self._call)
+            self.content.append(self._call)
         self._open = ""
         self._texts = []
         sign = {"type": "signature_delta", "signature": ""}
@@ -115,12 +112,12 @@ class MessageBlocks:
         self._num_calls += 1
         self._call = {"type": TOOL_USE, "id": call_id, "name": name, "caller": {"type": "direct"}}
         block = {**self._call, "input": {}}
-        return event("content_block_start", index=len(self._blocks), content_block=block)
+        return event("content_block_start", index=len(self.content), content_block=block)
 
     def _argued(self, arguments: str) -> Iterable[str]:
         for piece in deltas_of(arguments):
             delta = {"type": "input_json_delta", "partial_json": piece}
-            yield event("content_block_delta", index=len(self._blocks), delta=delta)
+            yield event("content_block_delta", index=len(self.content), delta=delta)
 
     def _finish(self, reason: FinishReason, stopped_by: str, is_short: bool) -> None:
         if reason is FinishReason.LENGTH:

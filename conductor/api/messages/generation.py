@@ -137,7 +137,7 @@ def _message(
         "type": "message",
         "role": "assistant",
         "model": model.name,
-        "content": blocks.content() if is_whole else [],
+        "content": blocks.content if is_whole else [],
         "stop_reason": blocks.stop_reason if is_whole else None,
         "stop_sequence": blocks.stop_sequence if is_whole else None,
         "stop_details": None,

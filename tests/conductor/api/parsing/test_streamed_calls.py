@@ -102,7 +102,7 @@ def messages(steps, is_cut):
             else:
                 made[event["index"]][2] = True
     assert all(is_stopped for _, _, is_stopped in made)
-    return made, blocks.content()
+    return made, blocks.content
 
 
 def responses(steps, is_cut):
