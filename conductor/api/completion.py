@@ -68,14 +68,6 @@ class Piece(NamedTuple):
     """None but in the first piece, and where they were not asked for."""
 
 
-class Embedded(NamedTuple):
-    """The vector of one prompt."""
-
-    vector: bytes
-    """float32, as the model made it."""
-    num_cached_tokens: int
-
-
 def _cut_off() -> UnavailableError:
     return UnavailableError("the conductor is shutting down, and the answer is cut off")
 
@@ -264,8 +256,11 @@ class Completions:
                             return
             raise ProtocolError("the tokens ended without a finish reason")
 
-    async def embed(self, asked: TextRequest) -> Embedded:
-        """Return the vector of a request that wants one; raises ServeError. Cancelling cancels."""
+    async def embed(self, asked: TextRequest) -> tuple[bytes, int]:
+        """Return the vector of a request that wants one, and how many tokens of its prompt were cached.
+
+        The vector is float32, as the model made it. Raises ServeError. Cancelling cancels.
+        """
         request = asked.request
         await self.turn(PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT)
         request = request._replace(frontend_s=self.clock.now_s() - asked.arrived_at_s)
@@ -275,7 +270,7 @@ class Completions:
                     if whole.embedding is None:
                         break
                     book.embedded(whole.num_cached_tokens)
-                    return Embedded(whole.embedding, whole.num_cached_tokens)
+                    return whole.embedding, whole.num_cached_tokens
             raise ProtocolError("no vector came of the prompt")
 
     async def _checked(self, asked: TextRequest) -> TextRequest:

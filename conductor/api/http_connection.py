@@ -107,11 +107,11 @@ class BoundedConnection(HttpToolsProtocol):
         # One that counts nobody yet is false.
         self._arrivals = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS)) if arrivals is None else arrivals
         self.logger = _SeldomLines(self._arrivals.seldom)  # type: ignore[assignment]
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """Timers of what is waited for: "head" and "read"."""
 
     _answered: RequestResponseCycle = None  # type: ignore[assignment] # as uvicorn's own
     """The call that is answered, or was last: `cycle` is the one that came last, and may wait for others."""
-    _head_timer: asyncio.TimerHandle | None = None
-    _read_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _arrived_bytes = 0
 
@@ -121,8 +121,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._arrivals.came(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._stop_read_timer()
+        self._stop("head")
+        self._stop("read")
         self._arrivals.gone(self.transport)
         self.cycle = self._answered  # uvicorn notifies this one
         super().connection_lost(exc)
@@ -132,12 +132,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        self._stop_read_timer()
+        self._stop("read")
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._head_timer is not None:
+        if "head" in self._timers:
             # The parser keeps a header to itself until its end.
             self._arrived_bytes += len(data)
             if self._arrived_bytes > MAX_HEAD_BYTES:
@@ -171,7 +171,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
+        self._stop("head")
         self._arrivals.begun(self.transport)
         super().on_headers_complete()
 
@@ -185,18 +185,17 @@ class BoundedConnection(HttpToolsProtocol):
             self._arrivals.ended(self.transport)
 
     def _expect_head(self) -> None:
-        self._stop_timer()
+        self._stop("head")
         self._head_bytes = self._arrived_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up, "its head is too slow")
+        self._timers["head"] = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up, "its head is too slow")
 
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
     def _expect_reading(self) -> None:
         unread_bytes = self.transport.get_write_buffer_size()
-        self._read_timer = self.loop.call_later(READ_TIMEOUT_S, self._look_at_reading, unread_bytes)
+        self._timers["read"] = self.loop.call_later(READ_TIMEOUT_S, self._look_at_reading, unread_bytes)
 
     def _look_at_reading(self, unread_bytes: int) -> None:
         if self.transport.get_write_buffer_size() < unread_bytes:
@@ -204,12 +203,7 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             self._give_up("its client does not read")
 
-    def _stop_read_timer(self) -> None:
-        if self._read_timer is not None:
-            self._read_timer.cancel()
-            self._read_timer = None
-
     def _give_up(self, reason: str) -> None:
         event(log, "http connection closed", level=logging.DEBUG, reason=reason)
-        self._stop_timer()
+        self._stop("head")
         self.transport.abort()

@@ -8,6 +8,7 @@ the name of one node is kept, so that the history of a large cluster takes littl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,37 +27,25 @@ COUNTS = ("came", *LACKS)
 """Requests that were decided on, and of those the rejected ones by what they lacked."""
 
 
-class Decided:
-    """How many requests were decided on since a row was taken, and what those lacked that were rejected."""
-
-    def __init__(self) -> None:
-        self._counts = dict.fromkeys(COUNTS, 0)
-
-    def add(self, lacked: str | None) -> None:
-        """Count a request; None: it was placed."""
-        self._counts["came"] += 1
-        if lacked is not None:
-            self._counts[lacked] += 1
-
-    def take(self) -> tuple[int, ...]:
-        """Return the numbers by `COUNTS`, and begin again."""
-        taken, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
-        return tuple(taken.values())
-
-
 class Fullest:
     """The fullest node of each of the last rows."""
 
     def __init__(self, step_s: int, span_s: int) -> None:
         self._ring = Ring(("budget", "share", *COUNTS), step_s, span_s)
         self._nodes: list[NodeId | None] = [None] * (span_s // step_s)
-        self.decided = Decided()
+        self._counts: Counter[str] = Counter()
+        """Requests that were decided on since a row was taken, by `COUNTS`."""
+
+    def decided(self, lacked: str | None) -> None:
+        """Count a request that was decided on, and what it lacked if it was rejected; None: it was placed."""
+        self._counts.update(("came",) if lacked is None else ("came", lacked))
 
     def put(self, row: int, nodes: Mapping[NodeId, Sequence[float]], limits: Limits) -> None:
         """Keep which of some nodes is fullest; one that no number is known of is passed over."""
         if row < self._ring.next_row:
             return
-        counts = self.decided.take()
+        counts = [self._counts[name] for name in COUNTS]
+        self._counts.clear()
         meant = _meant(*counts)
         shares = [
             (budget in meant, share, budget, node_id)

@@ -182,7 +182,7 @@ class History(RequestObserver):
     def decided(self, made: Decision) -> None:
         lacked = self.budgets.lacked(made, self._view)
         for each in self.fullest:
-            each.decided.add(lacked)
+            each.decided(lacked)
 
     def first_token(
         self, ttft_s: float | None, prefilled: Prefilled, asked: PlacementRequest, placement: Placement

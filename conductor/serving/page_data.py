@@ -68,11 +68,6 @@ class PageSettings(NamedTuple):
     """Whether roles follow the load: a node of either role is one node, to the page's replays."""
 
 
-class _Kept(NamedTuple):
-    made_at_s: float
-    body: bytes
-
-
 class PageData:
     """Answers by name. Belongs to the event loop."""
 
@@ -92,7 +87,7 @@ class PageData:
         self._history, self._dispatcher, self._membership = history, dispatcher, membership
         self._decisions = decisions
         self._view, self._settings, self._clock = view, settings, clock
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, tuple[float, bytes]] = {}
         hour, day = history.fullest
         self._answers: dict[str, Callable[[], dict[str, Any]]] = {
             "now": self._now,
@@ -110,11 +105,12 @@ class PageData:
 
     async def answer(self, name: str) -> bytes | dict[str, Any] | None:
         """Return the answer as JSON, packed or for packing; None: nothing has such a name."""
-        if (kept := self._kept.get(name)) and self._clock.now_s() - kept.made_at_s < KEPT_S:
-            return kept.body
+        made_at_s, body = self._kept.get(name, (-KEPT_S, b""))
+        if self._clock.now_s() - made_at_s < KEPT_S:
+            return body
         if make := self._answers.get(name):
             body = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
-            self._kept[name] = _Kept(self._clock.now_s(), body)
+            self._kept[name] = self._clock.now_s(), body
             return body
         kind, _, rest = name.partition(".")
         if self._prometheus is not None and kind in SPANS:

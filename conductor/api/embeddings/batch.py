@@ -116,11 +116,11 @@ class EmbeddingBatch:
         asked = make_request(name, token_ids, wanted.options, caller, model, self._rng)
         pooling = model.embedding.pooling
         asked = asked._replace(request=asked.request._replace(pooling=pooling))
-        found = await self._completions.embed(asked)
+        vector, num_cached_tokens = await self._completions.embed(asked)
         await self.turn()
-        self.vectors[place] = unit_vector(found.vector, wanted.dimensions)
+        self.vectors[place] = unit_vector(vector, wanted.dimensions)
         self.num_tokens += len(token_ids)
-        self.num_cached_tokens += found.num_cached_tokens
+        self.num_cached_tokens += num_cached_tokens
 
 
 def unit_vector(vector: bytes, dimensions: int) -> bytes:
