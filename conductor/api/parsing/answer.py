@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from conductor.api.parsing.events import Argued, Called, Calling, Emit, Event, Said, Schemas, Thought
+from conductor.api.parsing.events import Called, Calling, Emit, Event, Said, Schemas, Thought
 from conductor.api.parsing.feed import Feed, Marks, Steps
 
 Reader = Callable[[Feed, Schemas, Emit], Steps[str | None]]
@@ -97,13 +97,11 @@ def joined(events: list[Event]) -> list[Event]:
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
-        if isinstance(event, Said) and isinstance(last, Said):
-            found[-1] = Said(last.text + event.text)
-        elif isinstance(event, Thought) and isinstance(last, Thought):
-            found[-1] = Thought(last.text + event.text)
-        elif isinstance(event, Argued) and isinstance(last, Argued):
-            found[-1] = Argued(last.text + event.text)
-        elif isinstance(event, Calling | Called) or event.text:
+        if isinstance(event, Calling | Called):
+            found.append(event)
+        elif isinstance(last, type(event)):
+            found[-1] = event._replace(text=last.text + event.text)
+        elif event.text:
             found.append(event)
     return found
 

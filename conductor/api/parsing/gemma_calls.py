@@ -50,7 +50,7 @@ class _Values:
             raise ValueError("too deep")
         self._space()
         if self._took(QUOTE):
-            return self._quoted()
+            return self._until(QUOTE)
         if self._took("{"):
             return self._members(depth)
         if self._took("["):
@@ -67,20 +67,20 @@ class _Values:
         self._space()
         while not self._took("}"):
             if self._took(QUOTE):
-                key = self._quoted()
+                key = self._until(QUOTE)
                 self._space()
                 if not self._took(":"):
                     raise ValueError("no colon")
             else:
-                key = self._to(":").strip().strip('"')
-                self._at += 1
+                key = self._until(":").strip().strip('"')
             members[key] = self._value(depth + 1)
             self._comma("}")
         return members
 
-    def _quoted(self) -> str:
-        end = self._text.index(QUOTE, self._at)
-        text, self._at = self._text[self._at : end], end + len(QUOTE)
+    def _until(self, mark: str) -> str:
+        """Return the text before a mark, which is passed over too; raises ValueError where there is none."""
+        end = self._text.index(mark, self._at)
+        text, self._at = self._text[self._at : end], end + len(mark)
         return text
 
     def _bare(self) -> Any:
@@ -93,11 +93,6 @@ class _Values:
             return value
         if not text:
             raise ValueError("no value")
-        return text
-
-    def _to(self, mark: str) -> str:
-        end = self._text.index(mark, self._at)
-        text, self._at = self._text[self._at : end], end
         return text
 
     def _comma(self, close: str) -> None:

@@ -99,10 +99,9 @@ def mistral(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
 
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 _DEEPSEEK_SEP = "<｜tool▁sep｜>"
-_DEEPSEEK_CALL_END = "<｜tool▁call▁end｜>"
 _DEEPSEEK_END = "<｜tool▁calls▁end｜>"
 _DEEPSEEK_TO_SEP = Marks(_DEEPSEEK_SEP)
-_DEEPSEEK_TO_END = Marks(_DEEPSEEK_CALL_END)
+_DEEPSEEK_TO_END = Marks("<｜tool▁call▁end｜>")
 _LINE_END = Marks("\n")
 
 
@@ -131,11 +130,10 @@ def deepseek(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
 
 _KIMI_CALL = "<|tool_call_begin|>"
 _KIMI_ARGUMENT = "<|tool_call_argument_begin|>"
-_KIMI_CALL_END = "<|tool_call_end|>"
 _KIMI_END = "<|tool_calls_section_end|>"
 _KIMI_NEXT = Marks(_KIMI_CALL, _KIMI_END)
 _KIMI_TO_ARGUMENT = Marks(_KIMI_ARGUMENT)
-_KIMI_TO_END = Marks(_KIMI_CALL_END)
+_KIMI_TO_END = Marks("<|tool_call_end|>")
 
 
 def kimi(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
