@@ -18,6 +18,7 @@ from typing import Any
 from base.errors import InvalidRequestError
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.options import check_token_ids
+from conductor.api.parsing.events import with_texts
 from conductor.api.served_model import ServedModel
 from conductor.api.tokenizer import ContextLengthError, prompt_too_long
 from conductor.api.tool_prompt import with_tools_in_words
@@ -151,7 +152,7 @@ async def _rendered(
         cut_text = _Cutting(model, cut)
         turns = [_with_cuts(message, cut_text) for message in messages] if cut else messages
         offered = [_tool_with_cuts(tool, cut_text) for tool in tools] if cut else tools
-        set_ones = _value_with_cuts(variables or {}, cut_text) if cut else variables
+        set_ones = with_texts(variables or {}, cut_text) if cut else variables
         if not model.has_tools:
             return template.render(with_tools_in_words(turns, offered), add_generation_prompt, set_ones)
         return template.render(turns, add_generation_prompt, set_ones, offered)
@@ -237,24 +238,12 @@ def _with_cuts(message: ChatMessage, cut_text: _Cutting) -> ChatMessage:
         call_id=message.call_id and cut_text(message.call_id),
         reasoning=message.reasoning and cut_text(message.reasoning),
         calls=tuple(
-            PastCall(cut_text(call.call_id), cut_text(call.name), _value_with_cuts(call.arguments, cut_text))
+            PastCall(cut_text(call.call_id), cut_text(call.name), with_texts(call.arguments, cut_text))
             for call in message.calls
         ),
     )
 
 
 def _tool_with_cuts(tool: ToolSpec, cut_text: _Cutting) -> ToolSpec:
-    parameters = _value_with_cuts(tool.parameters, cut_text)
+    parameters = with_texts(tool.parameters, cut_text)
     return replace(tool, description=cut_text(tool.description), parameters=parameters)
-
-
-def _value_with_cuts(value: Any, cut_text: _Cutting) -> Any:
-    match value:
-        case str():
-            return cut_text(value)
-        case Mapping():
-            return {cut_text(key): _value_with_cuts(item, cut_text) for key, item in value.items()}
-        case list():
-            return [_value_with_cuts(item, cut_text) for item in value]
-        case _:
-            return value

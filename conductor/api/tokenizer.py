@@ -54,8 +54,12 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._is_byte_level = _is_byte_level(tokenizer)
-        _require_little_growth(tokenizer)
+        bare = _without_vocabulary(tokenizer)
+        self._is_byte_level = _is_byte_level(bare["decoder"])
+        if bare["normalizer"] is not None and _growth(bare["normalizer"]) > MOST_GROWTH:
+            # "a" to a thousand of them
+            message = f"it makes more than {MOST_GROWTH} characters of one"
+            raise ConfigError(f"tokenizer.json: normalizer: {message}")
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # A name of one character cannot be cut.
@@ -289,14 +293,15 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _require_little_growth(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise ConfigError if a normalizer makes much of a little: "a" to a thousand of them."""
-    if tokenizer.normalizer is None:
-        return
+def _without_vocabulary(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    """Return a tokenizer.json without the vocabulary, which takes a second to write down and read again."""
     bare = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bare.normalizer = tokenizer.normalizer
-    if _growth(json.loads(bare.to_str())["normalizer"]) > MOST_GROWTH:
-        raise ConfigError(f"tokenizer.json: normalizer: it makes more than {MOST_GROWTH} characters of one")
+    if tokenizer.decoder is not None:
+        bare.decoder = tokenizer.decoder
+    if tokenizer.normalizer is not None:
+        bare.normalizer = tokenizer.normalizer
+    described: dict[str, Any] = json.loads(bare.to_str())
+    return described
 
 
 def _growth(step: dict[str, Any]) -> int:
@@ -306,13 +311,9 @@ def _growth(step: dict[str, Any]) -> int:
     return max(1, len(step.get("content") or step.get("prepend") or ""))
 
 
-def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Say to which family the decoder belongs; raises ConfigError if to none."""
-    # In a tokenizer of its own: to write down the vocabulary and read it again takes a second.
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
-    if tokenizer.decoder is not None:
-        bare.decoder = tokenizer.decoder
-    steps = _step_names(json.loads(bare.to_str())["decoder"])
+def _is_byte_level(decoder: Any) -> bool:
+    """Say to which family a decoder belongs; raises ConfigError if to none."""
+    steps = _step_names(decoder)
     if steps == {"ByteLevel"}:
         return True
     if steps and steps <= _PLAIN_STEPS:

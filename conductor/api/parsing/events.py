@@ -105,7 +105,7 @@ def value_or_none(text: str) -> Any:
     """
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_no_constant, strict=False)
-        return _with_characters(value) if _HALF_PAIR.search(text) else value
+        return with_texts(value, characters) if _HALF_PAIR.search(text) else value
     except (ValueError, RecursionError):
         return None
 
@@ -115,14 +115,15 @@ def characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _with_characters(value: Any) -> Any:
+def with_texts(value: Any, changed: Callable[[str], str]) -> Any:
+    """Return a value of JSON with each of its texts changed, the names of members too."""
     match value:
         case str():
-            return characters(value)
-        case dict():
-            return {characters(key): _with_characters(item) for key, item in value.items()}
+            return changed(value)
+        case Mapping():
+            return {changed(key): with_texts(item, changed) for key, item in value.items()}
         case list():
-            return [_with_characters(item) for item in value]
+            return [with_texts(item, changed) for item in value]
         case _:
             return value
 
