@@ -90,15 +90,6 @@ async def test_a_choice_that_fails_ends_the_others(model):
         assert (api.dispatcher.num_open, api.dispatcher.num_cancelled) == (0, 1)
 
 
-async def test_choices_count_in_what_may_be_in_progress(model):
-    async with calling(model, lambda request: spoken(model, "hi")) as (stub, api):
-        error, _ = await refusal(stub, text="say", n=65)
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert not api.dispatcher.requests
-        assert len(by_index(await answer(stub, text="say", n=64))) == 64
-        assert api.completions.places.num_taken == 0
-
-
 async def test_choices_count_in_a_keys_quota(model, tmp_path):
     path, (key, secret) = tmp_path / "keys.json", made_key("a", "a")
     change_keys(path, lambda: KeyFile({"a": Quota(concurrent=2)}, (key,)))

@@ -116,14 +116,6 @@ async def test_every_option_reaches_the_request(model):
     assert plain.stop.max_tokens == model.max_model_len - 3
 
 
-async def test_stop_string_ends_text_and_request(model):
-    async with calling(model, lambda request: spoken(model, "hi there")) as (stub, api):
-        responses = await answer(stub, text="say", stop=pb.Stop(strings=["th"]))
-    assert "".join(response.text for response in responses) == "hi "
-    assert responses[-1].finish_reason == "stop"
-    assert api.dispatcher.num_cancelled == 1
-
-
 async def test_what_ends_an_answer_and_special_tokens_are_shown_where_asked_for(model):
     async with calling(model, lambda request: spoken(model, "hi <|im_start|>there")) as (stub, _):
         texts = [
