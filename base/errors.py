@@ -39,6 +39,11 @@ class InvalidRequestError(ServeError):
         self.param = param
 
 
+def invalid(param: str, words: str) -> InvalidRequestError:
+    """Return the error of a field, which its message names first."""
+    return InvalidRequestError(f"{param}: {words}", param)
+
+
 class UnknownModelError(InvalidRequestError):
     """The request names a model this cluster does not serve."""
 

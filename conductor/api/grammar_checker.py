@@ -15,7 +15,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
-from base.errors import InvalidRequestError, RejectedError, UnavailableError
+from base.errors import InvalidRequestError, RejectedError, UnavailableError, invalid
 from base.logs import event
 from base.request import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
@@ -63,9 +63,7 @@ class GrammarChecker:
             UnavailableError: nothing can be tried now.
         """
         if len(asked.source) > MAX_GRAMMAR_CHARS:
-            raise InvalidRequestError(
-                f"{param}: at most {MAX_GRAMMAR_CHARS} characters, not {len(asked.source)}", param
-            )
+            raise invalid(param, f"at most {MAX_GRAMMAR_CHARS} characters, not {len(asked.source)}")
         if self._unusable:
             raise InvalidRequestError(self._unusable, param)
         found = self._known.get(asked)
@@ -75,7 +73,7 @@ class GrammarChecker:
         else:
             self._known.move_to_end(asked)
         if isinstance(found, str):
-            raise InvalidRequestError(f"{param}: {found}", param)
+            raise invalid(param, found)
         return found
 
     async def close(self) -> None:

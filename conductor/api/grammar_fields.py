@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError, to_json
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 from base.request import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
-from conductor.api.strict_body import StrictBody
+from conductor.api.strict_body import StrictBody, required
 
 MAX_CHOICE_TEXTS = 4_096
 MAX_SCHEMA_KEYS = 4_096
@@ -50,7 +50,7 @@ def choice_grammar(texts: list[str], param: str) -> AskedGrammar:
     """
     num_chars = sum(map(len, texts))
     if num_chars > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(f"{param}: at most {MAX_GRAMMAR_CHARS} characters, not {num_chars}", param)
+        raise invalid(param, f"at most {MAX_GRAMMAR_CHARS} characters, not {num_chars}")
     grammar = Grammar(
         GrammarKind.LARK, "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     )
@@ -100,9 +100,8 @@ class ResponseFormat(StrictBody):
         if self.type == "json_object":
             return AskedGrammar(JSON_OBJECT, "response_format")
         param = "response_format.json_schema.schema"
-        if self.named is None or self.named.json_schema is None:
-            raise InvalidRequestError(f"{param} is missing", param)
-        return AskedGrammar(Grammar(GrammarKind.JSON_SCHEMA, self.named.json_schema), param)
+        source = required(self.named.json_schema if self.named is not None else None, param)
+        return AskedGrammar(Grammar(GrammarKind.JSON_SCHEMA, source), param)
 
 
 class StructuredOutputs(StrictBody):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 from base.request import FinishReason
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
 from conductor.api.openai_schema import ReasoningEffort, reasoning_wishes
@@ -61,8 +61,7 @@ def _check_json(chat: pb.ChatMessages) -> None:
     texts = [tool.parameters for tool in chat.tools]
     for index, turn in enumerate(chat.messages):
         if len(turn.tool_calls) > MAX_TOOL_CALLS:
-            field = f"chat.messages[{index}].tool_calls"
-            raise InvalidRequestError(f"{field}: at most {MAX_TOOL_CALLS} elements", field)
+            raise invalid(f"chat.messages[{index}].tool_calls", f"at most {MAX_TOOL_CALLS} elements")
         texts += [call.arguments for call in turn.tool_calls]
     check_json_texts(texts, "chat.tools")
 
@@ -72,7 +71,7 @@ def _message(turn: pb.ChatMessage, call_ids: set[str], param: str) -> ChatMessag
     if role is None:
         raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
     if turn.tool_calls and role != "assistant":
-        raise InvalidRequestError(f"{param}.tool_calls: the assistant alone calls", f"{param}.tool_calls")
+        raise invalid(f"{param}.tool_calls", "the assistant alone calls")
     if role == "tool":
         require_called(turn.tool_call_id, call_ids, f"{param}.tool_call_id")
     calls = tuple(
@@ -91,8 +90,7 @@ def _tools(chat: pb.ChatMessages) -> Tools:
         specs.append(tool_spec(ToolSpec(tool.name, tool.description, schema), param))
     choice = chat.tool_choice
     if choice.mode not in ("", "auto", "none", "required"):
-        field = "chat.tool_choice.mode"
-        raise InvalidRequestError(f"{field}: one of auto, none and required is wanted", field)
+        raise invalid("chat.tool_choice.mode", "one of auto, none and required is wanted")
     return chosen(specs, choice.mode or "auto", list(choice.names) or None, not choice.one_call)
 
 
@@ -101,15 +99,14 @@ def _variables(chat: pb.ChatMessages) -> Mapping[str, Any]:
     check_json_texts([chat.chat_template_kwargs], field)
     variables = past_arguments(chat.chat_template_kwargs, field)
     if found := variables_excess(dict(variables)):
-        raise InvalidRequestError(f"{field}: {found}", field)
+        raise invalid(field, found)
     return variables
 
 
 def _reasoning(wishes: pb.Reasoning) -> Reasoning:
     effort: Any = wishes.effort or None
     if effort is not None and effort not in get_args(ReasoningEffort):
-        field = "chat.reasoning.effort"
-        raise InvalidRequestError(f"{field}: one of {', '.join(get_args(ReasoningEffort))} is wanted", field)
+        raise invalid("chat.reasoning.effort", f"one of {', '.join(get_args(ReasoningEffort))} is wanted")
     budget = wishes.budget_tokens if wishes.HasField("budget_tokens") else None
     return reasoning_wishes(effort, budget, not wishes.is_hidden)
 

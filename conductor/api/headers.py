@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from base.errors import ForbiddenError, InvalidRequestError
+from base.errors import ForbiddenError, invalid
 from base.request import Slo
 
 TENANT_HEADER = "x-tenant-id"
@@ -49,7 +49,7 @@ def said_once(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     said: dict[str, str] = {}
     for name, text in pairs:
         if name in said and (name in ONCE or name.startswith("x-slo-")):
-            raise InvalidRequestError(f"{name}: it stands twice; send it once", name)
+            raise invalid(name, "it stands twice; send it once")
         said[name] = text
     return said
 
@@ -92,5 +92,5 @@ def _bound_s(headers: Mapping[str, str], name: str, default_s: float) -> float:
         bound_ms = math.nan
     bound_s = bound_ms / 1e3
     if not 0 < bound_s < math.inf:
-        raise InvalidRequestError(f"{name}: a number of milliseconds above 0 is wanted", name)
+        raise invalid(name, "a number of milliseconds above 0 is wanted")
     return bound_s

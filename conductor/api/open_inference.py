@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 from base.message_bounds import parsed
 from base.off_loop import on_body
 from base.request import SAMPLING_FIELDS, FinishReason, Slo
@@ -146,9 +146,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
     def _require_model(self, name: str, version: str) -> None:
         require_model(self._model, name)
         if version not in ("", MODEL_VERSION):
-            raise InvalidRequestError(
-                f"version: {MODEL_VERSION} is served, not {version[:MAX_SHOWN_CHARS]!r}", "version"
-            )
+            raise invalid("version", f"{MODEL_VERSION} is served, not {version[:MAX_SHOWN_CHARS]!r}")
 
 
 class _Inference(NamedTuple):
@@ -175,9 +173,7 @@ def _asked(data: bytes) -> _Inference:
     for at, output in enumerate(message.outputs):
         name = output.name
         if name not in OUTPUTS or name in outputs:
-            raise InvalidRequestError(
-                f"outputs[{at}].name: one of {', '.join(OUTPUTS)} is wanted, each once", f"outputs[{at}].name"
-            )
+            raise invalid(f"outputs[{at}].name", f"one of {', '.join(OUTPUTS)} is wanted, each once")
         outputs.append(name)
         _require_no_parameters(output.parameters, f"outputs[{at}]")
     return _Inference(
@@ -194,33 +190,29 @@ def _asked(data: bytes) -> _Inference:
 def _text(message: pb.ModelInferRequest) -> str:
     """Return the one text of a message's one input."""
     if [tensor.name for tensor in message.inputs[:2]] != [INPUT]:
-        raise InvalidRequestError(f"inputs: one input is wanted, of the name {INPUT}", "inputs")
+        raise invalid("inputs", f"one input is wanted, of the name {INPUT}")
     (tensor,) = message.inputs
     if tensor.datatype != "BYTES":
-        raise InvalidRequestError(f"{INPUT}.datatype: BYTES is wanted", f"{INPUT}.datatype")
+        raise invalid(f"{INPUT}.datatype", "BYTES is wanted")
     if any(size != 1 for size in tensor.shape):
-        raise InvalidRequestError(
-            f"{INPUT}.shape: one element is wanted; send a call for each text", f"{INPUT}.shape"
-        )
+        raise invalid(f"{INPUT}.shape", "one element is wanted; send a call for each text")
     _require_no_parameters(tensor.parameters, INPUT)
     if message.raw_input_contents:
         elements = [_raw_element(message.raw_input_contents)]
     else:
         elements = tensor.contents.bytes_contents[:2]
     if len(elements) != 1:
-        raise InvalidRequestError(f"{INPUT}: one element is wanted, in its contents or as raw", INPUT)
+        raise invalid(INPUT, "one element is wanted, in its contents or as raw")
     try:
         return elements[0].decode()
     except UnicodeDecodeError:
-        raise InvalidRequestError(f"{INPUT}: its bytes are no UTF-8", INPUT) from None
+        raise invalid(INPUT, "its bytes are no UTF-8") from None
 
 
 def _raw_element(contents: Sequence[bytes]) -> bytes:
     raw = contents[0]
     if len(contents) != 1 or len(raw) < 4 or int.from_bytes(raw[:4], "little") != len(raw) - 4:
-        raise InvalidRequestError(
-            "raw_input_contents: one element is wanted, after its length in four bytes", "raw_input_contents"
-        )
+        raise invalid("raw_input_contents", "one element is wanted, after its length in four bytes")
     return raw[4:]
 
 
@@ -255,7 +247,7 @@ def _given(value: pb.InferParameter) -> object:
 def _of_kind(name: str, given: object) -> object:
     kind, words = _KINDS[name]
     if not isinstance(given, kind):
-        raise InvalidRequestError(f"parameters.{name}: {words} is wanted", f"parameters.{name}")
+        raise invalid(f"parameters.{name}", f"{words} is wanted")
     return given
 
 
@@ -269,7 +261,7 @@ def _number(name: str, given: object) -> float:
             raise ValueError
     except (ValueError, OverflowError):
         wanted = "a whole number" if name in _WHOLE else "a number"
-        raise InvalidRequestError(f"parameters.{name}: {wanted} is wanted", f"parameters.{name}") from None
+        raise invalid(f"parameters.{name}", f"{wanted} is wanted") from None
     return number
 
 

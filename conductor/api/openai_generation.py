@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.clock import wall_clock_s
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, RequestId
 from base.together import together
@@ -86,7 +86,7 @@ async def completion(backend: Backend, body: CompletionBody, caller: Caller, rep
         options = options._replace(prompt_logprobs=body.logprobs)
     check_options(options, caller, model)
     if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
-        raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices of all prompts together", "n")
+        raise invalid("n", f"at most {MAX_CHOICES} choices of all prompts together")
     caller.charge(len(body.prompt) * (body.n or 1) - 1)
     prompts = [await _prompt(body, given, model) for given in body.prompt]
     if options.prompt_logprobs is not None:
@@ -104,7 +104,7 @@ def _check(body: ChatBody | CompletionBody, model: ServedModel, reply: Reply) ->
         reply.request_id = body.request_id
     require_model(model, body.model)
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options: only with stream: true", "stream_options")
+        raise invalid("stream_options", "only with stream: true")
 
 
 async def _prompt(body: CompletionBody, given: str | list[int], model: ServedModel) -> _Prompt:

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 from base.off_loop import on_body
 from base.request import MAX_TOP_LOGPROBS, SAMPLING_FIELDS, SamplingField, SamplingParams
 from conductor.api.body_bounds import MAX_VALUES
@@ -302,7 +302,7 @@ def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
 def _chat_message(message: Message, param: str) -> ChatMessage:
     calls = message.tool_calls or ()
     if calls and message.role != "assistant":
-        raise InvalidRequestError(f"{param}.tool_calls: the assistant alone calls", f"{param}.tool_calls")
+        raise invalid(f"{param}.tool_calls", "the assistant alone calls")
     past = tuple(
         PastCall(
             call.id,
@@ -352,7 +352,7 @@ def _logit_bias(table: Mapping[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in table.items()}
     except ValueError:
-        raise InvalidRequestError("logit_bias: keys are token ids", "logit_bias") from None
+        raise invalid("logit_bias", "keys are token ids") from None
 
 
 def num_chat_logprobs(body: ChatBody) -> int | None:
@@ -361,7 +361,7 @@ def num_chat_logprobs(body: ChatBody) -> int | None:
     Raises InvalidRequestError for alternatives without logprobs, or more than `MAX_TOP_LOGPROBS`.
     """
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs: needs logprobs: true", "top_logprobs")
+        raise invalid("top_logprobs", "needs logprobs: true")
     if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"top_logprobs: between 0 and {MAX_TOP_LOGPROBS}", "top_logprobs")
+        raise invalid("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}")
     return (body.top_logprobs or 0) if body.logprobs else None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from conductor.api.body_bounds import excess
 from conductor.api.chat_template import ToolSpec
 from conductor.api.parsing.events import fault_of, value_or_none
@@ -102,12 +102,9 @@ def tool_spec(spec: ToolSpec, param: str, schema_field: str = "parameters") -> T
     `schema_field`: what the API at hand calls the schema, whose values were looked at where it was read.
     """
     if not _NAME.fullmatch(spec.name):
-        raise InvalidRequestError(
-            f"{param}.name: 1 to 128 letters, digits and any of _ - . : / are wanted", f"{param}.name"
-        )
+        raise invalid(f"{param}.name", "1 to 128 letters, digits and any of _ - . : / are wanted")
     if spec.parameters.get("type", "object") != "object":
-        field = f"{param}.{schema_field}.type"
-        raise InvalidRequestError(f"{field}: a tool takes an object", field)
+        raise invalid(f"{param}.{schema_field}.type", "a tool takes an object")
     return spec
 
 
@@ -119,9 +116,7 @@ def offered_tools(
     for index, tool in enumerate(tools or ()):
         param = f"tools[{index}]"
         if tool.type != "function":
-            raise InvalidRequestError(
-                f"{param}.type: {tool.type[:100]!r} is not supported, function is", f"{param}.type"
-            )
+            raise invalid(f"{param}.type", f"{tool.type[:100]!r} is not supported, function is")
         param = f"{param}.function"
         specs.append(tool_spec(required(tool.function, param).spec(), param))
     return chosen(specs, *_choice(choice), is_parallel)
@@ -139,8 +134,7 @@ def _choice(choice: str | NamedChoice | None) -> tuple[str, list[str] | None]:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
-            param = f"tool_choice.allowed_tools.tools[{index}]"
-            raise InvalidRequestError(f"{param}: a function's name is wanted", param)
+            raise invalid(f"tool_choice.allowed_tools.tools[{index}]", "a function's name is wanted")
         names.append(name)
     return allowed.mode, names
 
@@ -157,14 +151,14 @@ def chosen(specs: Sequence[ToolSpec], mode: str, names: Sequence[str] | None, is
     known = {spec.name: spec for spec in specs}
     if len(known) < len(specs):
         twice = next(name for name, count in Counter(spec.name for spec in specs).items() if count > 1)
-        raise InvalidRequestError(f"tools: {twice!r} is there twice", "tools")
+        raise invalid("tools", f"{twice!r} is there twice")
     if missing := [name for name in names or () if name not in known]:
-        raise InvalidRequestError(f"tool_choice: no tool is called {missing[0][:100]!r}", "tool_choice")
+        raise invalid("tool_choice", f"no tool is called {missing[0][:100]!r}")
     if mode == "none":
         return Tools()
     allowed = tuple(spec for spec in specs if names is None or spec.name in names)
     if mode == "required" and not allowed:
-        raise InvalidRequestError("tool_choice: there are no tools to choose from", "tool_choice")
+        raise invalid("tool_choice", "there are no tools to choose from")
     demanded = tuple(spec.name for spec in allowed) if mode == "required" else ()
     return Tools(allowed, demanded, is_parallel)
 
@@ -176,17 +170,15 @@ def check_json_texts(texts: Iterable[str], param: str) -> None:
     """
     whole = ",".join(texts)
     if len(whole) > MAX_JSON_CHARS:
-        raise InvalidRequestError(
-            f"{param}: JSON within texts has at most {MAX_JSON_CHARS} characters, not {len(whole)}", param
-        )
+        raise invalid(param, f"JSON within texts has at most {MAX_JSON_CHARS} characters, not {len(whole)}")
     if found := excess(whole.encode(errors="replace")):
-        raise InvalidRequestError(f"{param}: JSON within texts has {found}", param)
+        raise invalid(param, f"JSON within texts has {found}")
 
 
 def require_called(call_id: str, call_ids: Collection[str], param: str, kind: str = "call") -> None:
     """Raise InvalidRequestError for a result of no call before it; `kind` is the API's word for a call."""
     if call_id not in call_ids:
-        raise InvalidRequestError(f"{param}: no {kind} before it has the id {call_id[:100]!r}", param)
+        raise invalid(param, f"no {kind} before it has the id {call_id[:100]!r}")
 
 
 def past_arguments(text: str, param: str) -> Mapping[str, Any]:
@@ -196,7 +188,7 @@ def past_arguments(text: str, param: str) -> Mapping[str, Any]:
     """
     value = value_or_none(text or "{}")
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{param}: JSON of an object is wanted", param)
+        raise invalid(param, "JSON of an object is wanted")
     if fault := fault_of(value):
-        raise InvalidRequestError(f"{param}: {fault}", param)
+        raise invalid(param, fault)
     return value

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from base.errors import ForbiddenError, InvalidRequestError, UnknownModelError
+from base.errors import ForbiddenError, InvalidRequestError, UnknownModelError, invalid
 from base.request import (
     MAX_TOP_LOGPROBS,
     SAMPLING_FIELDS,
@@ -134,19 +134,17 @@ def check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
     """Raise InvalidRequestError for more log probabilities of prompts than an answer may have."""
     count = num_tokens * (1 + num_top)
     if count > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequestError(
-            f"logprobs: with echo, at most {MAX_PROMPT_LOGPROBS} of all prompts together, not {count}: send "
-            "fewer prompts, or ask for fewer beside each token",
+        raise invalid(
             "logprobs",
+            f"with echo, at most {MAX_PROMPT_LOGPROBS} of all prompts together, not {count}: send "
+            "fewer prompts, or ask for fewer beside each token",
         )
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
     """Raise InvalidRequestError, naming `param`, for an id outside the vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
-        raise InvalidRequestError(
-            f"{param}: token ids of this model are between 0 and {model.vocab_size - 1}", param
-        )
+        raise invalid(param, f"token ids of this model are between 0 and {model.vocab_size - 1}")
 
 
 def require_model(model: ServedModel, name: str | None) -> None:
@@ -164,9 +162,7 @@ def unique_id(request_id: str, rng: random.Random) -> RequestId:
 def check_request_id(request_id: str) -> None:
     """Raise InvalidRequestError for a name that would not fit a log line or a header."""
     if len(request_id) > MAX_REQUEST_ID_CHARS or not (request_id.isascii() and request_id.isprintable()):
-        raise InvalidRequestError(
-            f"request_id: at most {MAX_REQUEST_ID_CHARS} printable ASCII characters", "request_id"
-        )
+        raise invalid("request_id", f"at most {MAX_REQUEST_ID_CHARS} printable ASCII characters")
 
 
 def make_request(
@@ -218,7 +214,7 @@ def make_request(
 
 def _max_tokens(num_prompt_tokens: int, asked: int | None, default: int | None, max_model_len: int) -> int:
     if not num_prompt_tokens:
-        raise InvalidRequestError("prompt: the prompt is empty", "prompt")
+        raise invalid("prompt", "the prompt is empty")
     num_left = max_model_len - num_prompt_tokens
     if num_left < 1:
         raise prompt_too_long(num_prompt_tokens, max_model_len)
@@ -246,17 +242,17 @@ def _sampling_params(options: Options, model: ServedModel, rng: random.Random) -
 def _require_between(param: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
         shown = value if abs(value) < 1e9 else "a number out of all bounds"
-        raise InvalidRequestError(f"{param}: between {low:g} and {high:.10g} is wanted, not {shown}", param)
+        raise invalid(param, f"between {low:g} and {high:.10g} is wanted, not {shown}")
 
 
 def _require_at_most(param: str, count: int, limit: int, of_what: str) -> None:
     if count > limit:
-        raise InvalidRequestError(f"{param}: at most {limit} {of_what}, not {count}", param)
+        raise invalid(param, f"at most {limit} {of_what}, not {count}")
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:
     _require_at_most("stop", len(stop), MAX_STOP_STRINGS, "strings")
     for text in stop:
         if not text:
-            raise InvalidRequestError("stop: an empty string stops nothing", "stop")
+            raise invalid("stop", "an empty string stops nothing")
         _require_at_most("stop", len(text), MAX_STOP_CHARS, "characters in each")

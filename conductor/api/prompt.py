@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.options import check_token_ids
 from conductor.api.parsing.events import with_texts
@@ -71,9 +71,7 @@ async def token_ids_text(
             `param` names the field.
     """
     if len(token_ids) > model.max_model_len:
-        raise InvalidRequestError(
-            f"{param}: at most {model.max_model_len} token ids, not {len(token_ids)}", param
-        )
+        raise invalid(param, f"at most {model.max_model_len} token ids, not {len(token_ids)}")
     check_token_ids(token_ids, model, param)
     if len(token_ids) <= INLINE_TOKENS:
         return model.tokenizer.decode(token_ids, skip_special_tokens)
@@ -102,7 +100,7 @@ async def chat_token_ids(
             refuses the messages, or they cannot fit the context window.
     """
     if not messages:
-        raise InvalidRequestError("messages: at least one is wanted", "messages")
+        raise invalid("messages", "at least one is wanted")
     cut = "" if parse_special_tokens else f"cut{secrets.token_hex(16)}"
     text = await _rendered(model, messages, add_generation_prompt, variables, cut, tools)
     # The template has written the special tokens out.

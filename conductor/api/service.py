@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import grpc
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 from base.message_bounds import FREE_BYTES, MAX_NUMBERS, parsed
 from base.off_loop import on_body
 from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SamplingParams, Slo
@@ -156,7 +156,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             check_options(options, caller, self._model)
             num_choices = message.n or 1
             if num_choices > MAX_CHOICES:
-                raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices", "n")
+                raise invalid("n", f"at most {MAX_CHOICES} choices")
             caller.charge(num_choices - 1)
             taken = echo = None
             if isinstance(said.prompt, Conversation):
@@ -233,7 +233,7 @@ def _said(data: bytes) -> _Said:
             prompt = tuple(message.token_ids.ids)
         case "chat":
             if message.echo:
-                raise InvalidRequestError("echo: the prompt of a chat is not shown", "echo")
+                raise invalid("echo", "the prompt of a chat is not shown")
             prompt = conversation(message.chat)
     return _Said(message, prompt, _options(message))
 
@@ -245,7 +245,7 @@ def _check_lists(message: inference_pb2.GenerateRequest) -> None:
             continue  # each message has a list: `conversation` counts them
         count = len(attrgetter(name)(message))
         if count > limit:
-            raise InvalidRequestError(f"{name}: at most {limit} elements, not {count}", name)
+            raise invalid(name, f"at most {limit} elements, not {count}")
 
 
 def _options(message: inference_pb2.GenerateRequest) -> Options:
@@ -295,9 +295,7 @@ def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:
         case "choices":
             return choice_grammar(list(given.choices.texts), "grammar.choices").grammar
         case _:
-            raise InvalidRequestError(
-                "grammar: one of json_schema, regex, lark and choices is wanted", "grammar"
-            )
+            raise invalid("grammar", "one of json_schema, regex, lark and choices is wanted")
 
 
 def _with_slo(caller: Caller, given: inference_pb2.Slo) -> Caller:
@@ -309,7 +307,7 @@ def _with_slo(caller: Caller, given: inference_pb2.Slo) -> Caller:
     bounds = (("slo.ttft_s", ttft_s), ("slo.tbt_s", tbt_s), ("slo.longest_gap_s", gap_s))
     for name, bound_s in bounds:
         if not bound_s > 0:
-            raise InvalidRequestError(f"{name}: seconds above 0 are wanted", name)
+            raise invalid(name, "seconds above 0 are wanted")
     if deadline_s is not None:
         ttft_s = min(ttft_s, max(deadline_s, 0.0))
     return caller._replace(slo=Slo(ttft_s, tbt_s, gap_s))

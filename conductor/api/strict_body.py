@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, to_json
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 
 Value = TypeVar("Value")
 
@@ -76,8 +76,7 @@ def joined_text(
     lines = []
     for index, part in enumerate(required(content, param)):
         if part.type not in types:
-            where = f"{param}[{index}].type"
-            raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", where)
+            raise invalid(f"{param}[{index}].type", f"{part.type!r} is not supported, text is")
         lines.append(required(part.shown, f"{param}[{index}].text"))
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, invalid
 from base.off_loop import off_loop
 from base.request import MAX_GRAMMAR_CHARS, FinishReason, Grammar, GrammarKind, RequestId
 from conductor.api.chat_template import ChatMessage, ToolSpec
@@ -312,8 +312,6 @@ def with_turn(options: Options, turn: ChatTurn) -> Options:
             f"{options.grammar_param} and tool_choice: an answer has one form; leave one out", "tool_choice"
         )
     if len(turn.grammar_source) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(
-            f"tool_choice: schemas of {MAX_GRAMMAR_CHARS} characters at most can be demanded", "tool_choice"
-        )
+        raise invalid("tool_choice", f"schemas of {MAX_GRAMMAR_CHARS} characters at most can be demanded")
     grammar = Grammar(GrammarKind.JSON_SCHEMA, turn.grammar_source)
     return options._replace(grammar=grammar, grammar_param="tool_choice")

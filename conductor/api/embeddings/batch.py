@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from base.errors import InvalidRequestError, ProtocolError
+from base.errors import InvalidRequestError, ProtocolError, invalid
 from base.request import RequestId
 from base.together import together
 from conductor.api.completion import Completions
@@ -51,15 +51,13 @@ def num_dimensions(model: ServedModel, asked: int | None, num_inputs: int) -> in
     if rule.pooling is None:
         raise InvalidRequestError(f"{model.name} makes no embeddings: {rule.refusal}", "model")
     if asked is not None and not 1 <= asked <= rule.hidden_size:
-        raise InvalidRequestError(
-            f"dimensions: between 1 and {rule.hidden_size} is wanted, {model.name}'s own", "dimensions"
-        )
+        raise invalid("dimensions", f"between 1 and {rule.hidden_size} is wanted, {model.name}'s own")
     dimensions = asked or rule.hidden_size
     if num_inputs * dimensions > MAX_NUMBERS:
-        raise InvalidRequestError(
-            f"input: at most {MAX_NUMBERS // dimensions} inputs of {dimensions} dimensions in a call, "
-            f"not {num_inputs}",
+        raise invalid(
             "input",
+            f"at most {MAX_NUMBERS // dimensions} inputs of {dimensions} dimensions in a call, "
+            f"not {num_inputs}",
         )
     return dimensions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncGenerator
 
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from base.message_bounds import parsed
 from conductor.api.embeddings.batch import EmbeddingBatch, Input, Wanted, num_dimensions
 from conductor.api.embeddings.schema import MAX_INPUTS
@@ -18,9 +18,7 @@ def embed_request(data: bytes) -> tuple[pb.EmbedRequest, list[Input]]:
     """Read a message and its inputs; raises InvalidRequestError and DecodeError."""
     message = parsed(data, pb.EmbedRequest)
     if not 1 <= len(message.inputs) <= MAX_INPUTS:
-        raise InvalidRequestError(
-            f"inputs: between 1 and {MAX_INPUTS} are wanted, not {len(message.inputs)}", "inputs"
-        )
+        raise invalid("inputs", f"between 1 and {MAX_INPUTS} are wanted, not {len(message.inputs)}")
     inputs: list[Input] = []
     for place, given in enumerate(message.inputs):
         match given.WhichOneof("input"):
@@ -29,8 +27,7 @@ def embed_request(data: bytes) -> tuple[pb.EmbedRequest, list[Input]]:
             case "token_ids":
                 inputs.append(array("I", given.token_ids.ids))
             case _:
-                field = f"inputs[{place}]"
-                raise InvalidRequestError(f"{field}: one of text and token_ids is wanted", field)
+                raise invalid(f"inputs[{place}]", "one of text and token_ids is wanted")
     return message, inputs
 
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from conductor.api.backend import Backend
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
@@ -79,16 +79,15 @@ def _require_one_beginning(body: MessagesBody) -> None:
     A form begins it with its own words, and so does a call that is demanded; reasoning goes before all."""
     is_demanded = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
     if is_demanded or body.grammar() is not None:
-        raise InvalidRequestError(
-            "messages: an answer that a last message of the assistant's begins has no form and no call that "
-            "is demanded: leave that message out, or output_config.format and tool_choice",
+        raise invalid(
             "messages",
+            "an answer that a last message of the assistant's begins has no form and no call that "
+            "is demanded: leave that message out, or output_config.format and tool_choice",
         )
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     if thinks and not any(block.type.endswith("thinking") for block in _blocks(body.messages[-1])):
-        raise InvalidRequestError(
-            "messages: the last one is the assistant's, before which there is no thinking: leave out one",
-            "messages",
+        raise invalid(
+            "messages", "the last one is the assistant's, before which there is no thinking: leave out one"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import SchemaText
@@ -154,9 +154,7 @@ class MessagesBody(CountTokensBody, SamplingBody):  # type: ignore[valid-type, m
 
 def _tool(tool: AnthropicTool, param: str) -> ToolSpec:
     if tool.type not in (None, "custom"):
-        raise InvalidRequestError(
-            f"{param}.type: {tool.type!r} is a tool of the provider's; custom is supported", f"{param}.type"
-        )
+        raise invalid(f"{param}.type", f"{tool.type!r} is a tool of the provider's; custom is supported")
     schema = required(tool.input_schema, f"{param}.input_schema")
     return tool_spec(ToolSpec(tool.name, tool.description or "", schema), param, "input_schema")
 
@@ -183,9 +181,7 @@ def _turns(message: AnthropicMessage, param: str, call_ids: set[str]) -> list[Ch
             case "tool_result", "user":
                 results.append(_result(block, where, call_ids))
             case _:
-                raise InvalidRequestError(
-                    f"{where}.type: {block.type!r} is not supported from the {message.role}", f"{where}.type"
-                )
+                raise invalid(f"{where}.type", f"{block.type!r} is not supported from the {message.role}")
     separator = "" if message.role == "assistant" else "\n"
     text, thought = separator.join(texts), "".join(thoughts) or None
     if results and not texts:

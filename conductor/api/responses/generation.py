@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from base.clock import wall_clock_s
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from base.off_loop import off_loop
 from base.request import FinishReason
 from conductor.api.backend import Backend
@@ -96,7 +96,7 @@ async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Aske
     known = {call.call_id for message in before for call in message.calls}
     new = await off_loop(body.num_json_chars, partial(body.conversation_after, known))
     if not new:
-        raise InvalidRequestError("input: at least one item is wanted", "input")
+        raise invalid("input", "at least one item is wanted")
     system = (ChatMessage("system", body.instructions),) if body.instructions else ()
     variables = {**reasoning.variables, **(body.chat_template_kwargs or {})}
     # Long ones are refused where they become a prompt; here they only must not hold up the event loop.
@@ -235,7 +235,7 @@ def _shown_format(body: ResponsesBody) -> Mapping[str, Any]:
         return {"type": asked.type if asked is not None else "text"}
     schema = value_or_none(asked.json_schema or "{}")
     if schema is None:
-        raise InvalidRequestError("text.format.schema: JSON of a schema is wanted", "text.format.schema")
+        raise invalid("text.format.schema", "JSON of a schema is wanted")
     return {"type": asked.type, "name": asked.name, "schema": schema, "description": None, "strict": True}
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from base.clock import Clock
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from conductor.api.chat_template import ChatMessage
 
 MAX_HELD_BYTES = 64 << 20
@@ -83,10 +83,10 @@ class HeldResponses:
         self._forget_old()
         entry = self._entries.get((tenant, response_id))
         if entry is None:
-            raise InvalidRequestError(
-                f"previous_response_id: {response_id[:100]!r} is not held here: it was not stored, is older "
-                f"than {HELD_S / 60:g} minutes or made room for others; send the whole conversation as input",
+            raise invalid(
                 "previous_response_id",
+                f"{response_id[:100]!r} is not held here: it was not stored, is older "
+                f"than {HELD_S / 60:g} minutes or made room for others; send the whole conversation as input",
             )
         return entry[0]
 

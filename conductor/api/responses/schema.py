@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from base.errors import InvalidRequestError
+from base.errors import invalid
 from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
@@ -217,9 +217,7 @@ class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
 
 def _tool(tool: ResponsesTool, param: str) -> ToolSpec:
     if tool.type != "function":
-        raise InvalidRequestError(
-            f"{param}.type: {tool.type!r} is not supported, function is", f"{param}.type"
-        )
+        raise invalid(f"{param}.type", f"{tool.type!r} is not supported, function is")
     name = required(tool.name, f"{param}.name")
     spec = ToolSpec(name, tool.description or "", tool.parameters or {}, bool(tool.strict))
     return tool_spec(spec, param)
@@ -251,7 +249,7 @@ def _add(turns: list[ChatMessage], item: InputMessage | InputItem, param: str, c
             thought = _plain(item.content or item.summary or "", f"{param}.content")
             turns.append(ChatMessage("assistant", "", reasoning=thought or None))
         case _:
-            raise InvalidRequestError(f"{param}.type: {item.type!r} is not supported", f"{param}.type")
+            raise invalid(f"{param}.type", f"{item.type!r} is not supported")
 
 
 def _is_open(turns: Sequence[ChatMessage]) -> bool:

@@ -66,10 +66,6 @@ class Page:
         """Type a text where the focus is."""
         self._call("Input.insertText", text=text)
 
-    def screenshot(self) -> bytes:
-        """Return the page as a PNG."""
-        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
-
     def show_as(self, width, height, scheme):
         """Be a screen of that size whose user likes the colour scheme, light or dark."""
         self._call(
