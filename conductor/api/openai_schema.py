@@ -9,7 +9,7 @@ the first fault, because a validator's report of each of a million costs more th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
@@ -205,19 +205,16 @@ def is_token_ids(value: Any) -> bool:
     return isinstance(value, list | chain) and set(map(type, value)) == {int}
 
 
-_TokenIds = Annotated[list[int], Field(max_length=MAX_VALUES)]
-_PromptForms = (
-    str
-    | Annotated[list[str], Field(max_length=MAX_CHOICES)]
-    | _TokenIds
-    | Annotated[list[_TokenIds], Field(max_length=MAX_CHOICES)]
-)
+def read_by(listed: Callable[[Any], list[str | list[int]]], most: int) -> PlainValidator:
+    """Return what reads a field of texts and lists of token ids, `most` at most, or of one without a list."""
+    ids = Annotated[list[int], Field(max_length=MAX_VALUES)]
+    each_of = Field(max_length=most)
+    forms = str | Annotated[list[str], each_of] | ids | Annotated[list[ids], each_of]
+    return PlainValidator(listed, json_schema_input_type=forms)
 
 
 class CompletionBody(_GenerationBody):
-    prompt: Annotated[
-        list[str | list[int]], PlainValidator(_prompt_list, json_schema_input_type=_PromptForms)
-    ]
+    prompt: Annotated[list[str | list[int]], read_by(_prompt_list, MAX_CHOICES)]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from conductor.api.body_bounds import MAX_VALUES
-from conductor.api.openai_schema import is_token_ids
+from conductor.api.openai_schema import is_token_ids, read_by
 from conductor.api.strict_body import StrictBody
 
 MAX_INPUTS = 2_048
@@ -30,20 +29,11 @@ def _inputs(value: Any) -> list[str | list[int]]:
     raise PydanticCustomError("input", "Input should be a string, a list of token ids, or a list of either")
 
 
-_TokenIds = Annotated[list[int], Field(max_length=MAX_VALUES)]
-_InputForms = (
-    str
-    | Annotated[list[str], Field(max_length=MAX_INPUTS)]
-    | _TokenIds
-    | Annotated[list[_TokenIds], Field(max_length=MAX_INPUTS)]
-)
-
-
 class EmbeddingsBody(StrictBody):
     """The body of a call for vectors."""
 
     model: str
-    input: Annotated[list[str | list[int]], PlainValidator(_inputs, json_schema_input_type=_InputForms)]
+    input: Annotated[list[str | list[int]], read_by(_inputs, MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     add_special_tokens: bool | None = None
