@@ -66,14 +66,15 @@ class GrantTable:
         num_slots: int = NUM_SLOTS,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
-        if not 0 < num_slots <= 1 << SLOT_BITS:
-            raise ValueError(f"num_slots is between 1 and {1 << SLOT_BITS}, not {num_slots}")
         self._clock = clock
         self._random_bits = random_bits
-        self._entries: list[_Entry | None] = [None] * num_slots
+        self._num_slots = num_slots
+        self._entries: dict[int, _Entry] = {}
+        """The last grant of each slot."""
         self._free: deque[int] = deque(range(num_slots))
-        self._live: dict[int, int] = {}
-        self._ended: dict[int, int] = {}
+        self._live: set[int] = set()
+        """The generations of live grants."""
+        self._ended: set[int] = set()
 
     @property
     def num_live(self) -> int:
@@ -103,7 +104,7 @@ class GrantTable:
         if not len(offsets) or length <= 0 or lease_s <= 0:
             raise ValueError("a grant has a range, a length and a lease")
         if not self._free:
-            raise CapacityError(f"all {len(self._entries)} grants are in use")
+            raise CapacityError(f"all {self._num_slots} grants are in use")
         starts = np.array(offsets, np.int64)
         ranges = ranges_of(starts, length)
         slot = self._free.popleft()
@@ -111,7 +112,7 @@ class GrantTable:
         grant = Grant(segment_id, generation, operation, tuple(starts.tolist()), length, lease_s)
         expires_at_s = self._clock.now_s() + lease_s
         self._entries[slot] = _Entry(grant, expires_at_s, GrantState.LIVE, ranges)
-        self._live[generation] = slot
+        self._live.add(generation)
         return grant
 
     def check(
@@ -143,7 +144,7 @@ class GrantTable:
     def expire(self) -> list[int]:
         """End the grants whose lease ran out; return their generations."""
         now_s = self._clock.now_s()
-        due = [generation for generation, slot in self._live.items() if self._expires_at_s(slot) <= now_s]
+        due = [generation for generation in self._live if self._expires_at_s(generation) <= now_s]
         for generation in due:
             self._end(generation, GrantState.EXPIRED)
         return due
@@ -152,13 +153,14 @@ class GrantTable:
         """Return the seconds until some live grant's lease runs out; None: there is no grant."""
         if not self._live:
             return None
-        return max(0.0, min(map(self._expires_at_s, self._live.values())) - self._clock.now_s())
+        return max(0.0, min(map(self._expires_at_s, self._live)) - self._clock.now_s())
 
     def retire(self, generation: int) -> None:
         """Free the slot of an ended grant: nothing can touch its ranges through it any more."""
-        slot = self._ended.pop(generation, None)
-        entry = self._entries[slot] if slot is not None else None
-        if slot is not None and entry is not None:
+        if generation in self._ended:
+            self._ended.remove(generation)
+            slot = generation & SLOT_MASK
+            entry = self._entries[slot]
             # Kept until the slot is used again, for the reason alone.
             self._entries[slot] = replace(entry, grant=replace(entry.grant, offsets=()), ranges=_NOWHERE)
             self._free.append(slot)
@@ -169,18 +171,18 @@ class GrantTable:
 
     def check_invariant(self) -> None:
         """Assert that every slot is in exactly one of free, live and ended."""
-        places = [*self._free, *self._live.values(), *self._ended.values()]
-        if sorted(places) != list(range(len(self._entries))):
-            raise AssertionError("a slot is lost or in two places")
-        for generation, slot in (*self._live.items(), *self._ended.items()):
-            entry = self._entries[slot]
-            if entry is None or entry.grant.generation != generation or generation & SLOT_MASK != slot:
-                raise AssertionError(f"slot {slot} holds another grant")
-            if (entry.state is GrantState.LIVE) != (generation in self._live):
-                raise AssertionError(f"slot {slot} is {entry.state} in the wrong place")
+        taken = [*self._live, *self._ended]
+        places = [*self._free, *(generation & SLOT_MASK for generation in taken)]
+        assert sorted(places) == list(range(self._num_slots)), "a slot is lost or in two places"
+        for generation in taken:
+            entry = self._entries[generation & SLOT_MASK]
+            assert entry.grant.generation == generation, "a slot holds another grant"
+            assert (entry.state is GrantState.LIVE) == (generation in self._live), (
+                "a grant is in the wrong place"
+            )
 
     def _draw(self, slot: int) -> int:
-        last = self._entries[slot]
+        last = self._entries.get(slot)
         while True:
             generation = self._random_bits(_SECRET_BITS) << SLOT_BITS | slot
             # Zero marks "no grant" in shared memory.
@@ -197,8 +199,7 @@ class GrantTable:
         return entry.ranges
 
     def _live_entry(self, generation: int) -> _Entry:
-        slot = generation & SLOT_MASK
-        entry = self._entries[slot] if slot < len(self._entries) else None
+        entry = self._entries.get(generation & SLOT_MASK)
         if entry is None or entry.grant.generation != generation:
             raise StaleError(f"no grant {generation:#x}")
         if entry.state is GrantState.REVOKED:
@@ -208,15 +209,13 @@ class GrantTable:
         return entry
 
     def _end(self, generation: int, state: GrantState) -> bool:
-        slot = self._live.pop(generation, None)
-        if slot is None:
+        if generation not in self._live:
             return False
-        entry = self._entries[slot]
-        if entry is not None:
-            self._entries[slot] = replace(entry, state=state)
-        self._ended[generation] = slot
+        self._live.remove(generation)
+        slot = generation & SLOT_MASK
+        self._entries[slot] = replace(self._entries[slot], state=state)
+        self._ended.add(generation)
         return True
 
-    def _expires_at_s(self, slot: int) -> float:
-        entry = self._entries[slot]
-        return entry.expires_at_s if entry is not None else float("inf")
+    def _expires_at_s(self, generation: int) -> float:
+        return self._entries[generation & SLOT_MASK].expires_at_s
