@@ -164,14 +164,6 @@ class TransferAgent:
         """
         return self._pinned(self._holdings.allocate(num_bytes))
 
-    def register(self, memory: memoryview | bytearray) -> Segment:
-        """Return a segment over existing memory, which must not move; shm does not reach it.
-
-        Raises:
-            ValueError: it is read-only, empty or not contiguous.
-        """
-        return self._pinned(self._holdings.register(memory))
-
     def register_device(self, memory: DeviceMemory) -> Segment:
         """Return a segment over memory of a GPU, described by `transfer/gpu/transport.py`. May take seconds.
 

@@ -39,19 +39,6 @@ async def test_a_start_that_fails_leaves_nothing_watched_of_the_rails(monkeypatc
     assert not asyncio.get_running_loop().remove_reader(rail.channel_fd)
 
 
-async def test_private_memory_is_reached_over_tcp_where_shm_cannot(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    async with agent() as owner, TransferAgent("them", 2, TransferConfig(), SystemClock()) as asker:
-        target, source = owner.register(bytearray(100)), asker.allocate(100)
-        source.memory[:] = b"\7" * 100
-        grant = owner.grant(target, (0,), 100, Operation.WRITE, 10.0)
-        await asker.write(owner.descriptor, grant, pieces_of(source, [0], [0], 100))
-        assert target.memory == source.memory
-    (refused,) = [line for line in caplog.messages if "transport refused" in line]
-    assert "transport=shm" in refused
-    assert "not shared" in refused
-
-
 async def test_a_transport_that_cannot_work_here_says_why_in_one_line() -> None:
     async with agent(transports=("rdma", "tcp")) as started:
         grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 1, 1.0)
