@@ -18,8 +18,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _DMA_BUF_SUPPORTED = 124
@@ -27,18 +26,6 @@ _WRITES_ORDERING = 118
 _ORDERED_FOR_OWNER = 100
 _DMA_BUF_FD = 1
 _BUS_ID_BYTES = 32
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """A range of a GPU's memory, with pages to either side of it."""
-
-    fd: int
-    """Descriptor, which the caller closes."""
-    offset: int
-    """Offset of the first byte that was asked for."""
 
 
 def offset_of(address: int) -> int:
@@ -73,8 +60,9 @@ class CudaDriver:
             return None
         return name.value.decode()
 
-    def export(self, device: int, address: int, num_bytes: int) -> Export:
-        """Return a descriptor of memory of a device.
+    @contextmanager
+    def exported(self, device: int, address: int, num_bytes: int) -> Iterator[int]:
+        """Have a descriptor of memory of a device, and of pages to either side, for the body.
 
         Raises:
             RuntimeError: the driver does not export this memory.
@@ -93,7 +81,10 @@ class CudaDriver:
                 _DMA_BUF_FD,
                 ctypes.c_uint64(0),
             )
-        return Export(fd.value, offset)
+        try:
+            yield fd.value
+        finally:
+            os.close(fd.value)
 
     def _find_refusal(self, device: int) -> str | None:
         handle = self._handle(device)
@@ -139,17 +130,3 @@ class CudaDriver:
         if self._library is None:
             self._library = self._load()
         return self._library
-
-
-def register(
-    driver: CudaDriver, device: int, address: int, num_bytes: int, make: Callable[[int, int], T]
-) -> T:
-    """Return what `make` makes of the descriptor of a range and its offset there; raises as `export`.
-
-    Whatever `make` does, the descriptor is closed afterwards.
-    """
-    export = driver.export(device, address, num_bytes)
-    try:
-        return make(export.fd, export.offset)
-    finally:
-        os.close(export.fd)

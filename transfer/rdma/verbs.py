@@ -142,13 +142,8 @@ def registered(rail: str, domain: PD, segment: Segment, driver: CudaDriver | Non
     if driver is None:
         raise TransferFailedError(f"{rail}: memory of GPUs is not registered here")
     try:
-        return dma_buf.register(
-            driver,
-            device,
-            segment.address,
-            num_bytes,
-            lambda fd, offset: DmaBufMR(domain, num_bytes, access, fd, offset),
-        )
+        with driver.exported(device, segment.address, num_bytes) as fd:
+            return DmaBufMR(domain, num_bytes, access, fd, address_of(segment))
     except (PyverbsError, OSError, RuntimeError) as error:
         raise TransferFailedError(
             f"{rail}: {num_bytes} bytes of GPU {device} cannot be registered by DMA-BUF ({error})"

@@ -7,6 +7,8 @@ import asyncio
 import json
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from base.clock import SystemClock
 from base.config import TransferConfig
@@ -17,7 +19,7 @@ from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.owned.segment import DeviceMemory, address_of
 from transfer.rdma import transport
-from transfer.rdma.dma_buf import PAGE_BYTES, Export
+from transfer.rdma.dma_buf import PAGE_BYTES
 
 NUM_BYTES = 1 << 20
 BLOCK = 64 << 10
@@ -45,8 +47,9 @@ class MemfdDriver:
     def bus_id_or_none(self, device: int) -> str | None:
         return None
 
-    def export(self, device: int, address: int, num_bytes: int) -> Export:
-        return Export(os.dup(self._descriptors[address]), BEGINS)
+    @contextmanager
+    def exported(self, device: int, address: int, num_bytes: int) -> Iterator[int]:
+        yield self._descriptors[address]
 
 
 async def main() -> None:

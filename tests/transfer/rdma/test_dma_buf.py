@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from transfer.owned import segment as segments
 from transfer.owned.holdings import Holdings
 from transfer.owned.segment import Segment
 from transfer.rdma import verbs as rdma
-from transfer.rdma.dma_buf import PAGE_BYTES, CudaDriver, offset_of, register
+from transfer.rdma.dma_buf import PAGE_BYTES, CudaDriver, offset_of
 from transfer.rdma.registrations import Registrations, device_refusal_or_none, memory_place
 from transfer.rdma.topology import SYSFS, gpu_place
 from transfer.rdma.transport import RdmaTarget, RdmaTransport
@@ -133,19 +134,21 @@ def of_gpu(address: int = ADDRESS, num_bytes: int = 4096, segment_id: int = 1) -
 def test_whole_pages_are_exported_and_the_context_is_given_back(
     cuda: FakeCuda, driver: CudaDriver, begins: int, num_bytes: int, pages: int
 ) -> None:
-    export = driver.export(0, (9 << 20) + begins, num_bytes)
-    os.close(export.fd)
+    with driver.exported(0, (9 << 20) + begins, num_bytes):
+        assert cuda.contexts == []
     assert cuda.exported == [(9 << 20, pages * PAGE_BYTES)]
-    assert (export.offset, offset_of((9 << 20) + begins)) == (begins, begins)
-    assert cuda.contexts == []
+    assert offset_of((9 << 20) + begins) == begins
 
 
 def test_memory_that_the_driver_does_not_export_gives_the_context_back_and_says_the_code(
     cuda: FakeCuda, driver: CudaDriver
 ) -> None:
     cuda.exports = 801
-    with pytest.raises(RuntimeError, match="cuMemGetHandleForAddressRange: CUDA error 801"):
-        driver.export(0, ADDRESS, 64)
+    with (
+        pytest.raises(RuntimeError, match="cuMemGetHandleForAddressRange: CUDA error 801"),
+        driver.exported(0, ADDRESS, 64),
+    ):
+        pass
     assert cuda.contexts == []
 
 
@@ -175,26 +178,12 @@ def test_why_a_gpu_is_refused_is_told_in_a_line(library, attributes, device: int
     assert (driver.bus_id_or_none(device) is None) == (library is absent or device == 1)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_descriptor_is_open_for_whoever_registers_and_closed_afterwards(
-    driver: CudaDriver, fails: bool
+def test_the_descriptor_is_open_for_whoever_registers_and_closed_whatever_becomes_of_that(
+    driver: CudaDriver,
 ) -> None:
-    seen = []
-
-    def make(fd: int, offset: int) -> str:
+    with suppress(RuntimeError), driver.exported(0, ADDRESS, 64) as fd:
         os.fstat(fd)
-        seen.append((fd, offset))
-        if fails:
-            raise RuntimeError("refused")
-        return "region"
-
-    if fails:
-        with pytest.raises(RuntimeError, match="refused"):
-            register(driver, 0, ADDRESS, 64, make)
-    else:
-        assert register(driver, 0, ADDRESS, 64, make) == "region"
-    [(fd, offset)] = seen
-    assert offset == 512
+        raise RuntimeError("refused")
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
 
@@ -427,12 +416,7 @@ def test_a_gpus_memory_is_exported_as_a_dma_buf() -> None:
     assert gpu_place(bus_id).path or not SYSFS.joinpath("bus/pci/devices", bus_id.lower()).exists()
     if (refusal := driver.refusal_or_none(tensor.device.index)) is not None:
         pytest.skip(refusal)
-    export = driver.export(tensor.device.index, tensor.data_ptr(), tensor.numel())
-    try:
-        os.fstat(export.fd)
-        assert os.readlink(f"/proc/self/fd/{export.fd}").startswith("/dmabuf:")
-        assert export.offset == tensor.data_ptr() % PAGE_BYTES
-    finally:
-        os.close(export.fd)
+    with driver.exported(tensor.device.index, tensor.data_ptr(), tensor.numel()) as fd:
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/dmabuf:")
     # The context that the export used is the runtime's, and still good.
     assert int(tensor.sum()) == 0
