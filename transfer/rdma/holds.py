@@ -25,9 +25,8 @@ from base.clock import Clock
 from base.grants import Grant
 from transfer.owned.board import digest_of
 from transfer.rdma.registrations import Reach, unpack_reach
-from transfer.tcp.call import Call
 from transfer.tcp.frame import FrameKind
-from transfer.tcp.link import ClientLink
+from transfer.tcp.link import Call, ClientLink
 
 SWEEP_S = 0.001
 """Batches of one request follow each other within this. A revocation waits for an idle hold at most as long

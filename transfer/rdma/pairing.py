@@ -33,10 +33,9 @@ from transfer.rdma.verbs import (
     Rail,
     unpack_ends,
 )
-from transfer.tcp.call import Call
 from transfer.tcp.frame import FrameKind
 from transfer.tcp.greeting import PeerKey
-from transfer.tcp.link import ClientLink
+from transfer.tcp.link import Call, ClientLink
 from transfer.tcp.reactor import LoopPoller
 
 WORK_BYTES = 1 << 20

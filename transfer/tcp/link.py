@@ -22,6 +22,7 @@ from typing import Protocol
 from base.errors import ProtocolError, ServeError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
 from transfer.batch import Pieces, Priority
+from transfer.completion import Completion
 from transfer.tcp.frame import FrameKind, Header, pack, refusal_error, table_of
 from transfer.tcp.greeting import Nonces, PeerKey, nonce, proof, proves
 from transfer.tcp.reactor import WRITABLE, Poller
@@ -291,3 +292,18 @@ class ClientLink:
             frame.owner.end(copy(self._error))
         if is_first:
             self._when_closed()
+
+
+class Call:
+    """One frame to a peer and its answer, on a link of the event loop's own."""
+
+    def __init__(self, kind: FrameKind, answer_bytes: int) -> None:
+        self._completion = Completion()
+        self._answer = bytearray(answer_bytes)
+        self.frame = Frame(self._completion, kind, incoming=[memoryview(self._answer)])
+
+    async def answered(self, link: ClientLink) -> bytes:
+        """Send it and return the answer; raises what the peer refused it with."""
+        link.submit((self.frame,))
+        await self._completion.wait(lambda: link.detach(self._completion))
+        return bytes(self._answer)
