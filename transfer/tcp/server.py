@@ -23,6 +23,7 @@ from base.logs import event
 from transfer.completion import Latch
 from transfer.owned.grant import NUM_SLOTS
 from transfer.owned.holdings import Holdings, Staging
+from transfer.owned.ranges import Offsets
 from transfer.owned.segment import Segment
 from transfer.tcp.frame import FrameKind, Header, pack, pack_refusal, unpack_ranges
 from transfer.tcp.greeting import Nonces, PeerKey, nonce, proof, proves
@@ -289,32 +290,26 @@ class _ServerLink:
         self._stream.send(pack(proof(FrameKind.WELCOME, *self._desk.key, self._nonces)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
-        kind, segment_id, generation = header.kind, header.segment_id, header.generation
-        staging = self._desk.holdings.staging.get(segment_id)
-        if staging is not None:
-            return self._staged(header, table, operation, staging)
-        ranges = unpack_ranges(header, table)
+        holdings, ranges = self._desk.holdings, unpack_ranges(header, table)
+        staging = holdings.staging.get(header.segment_id)
         try:
-            views = self._desk.holdings.views(segment_id, generation, operation, *ranges)
+            if staging is not None:
+                holdings.grants.check(header.segment_id, header.generation, operation, *ranges)
+                return self._staged(header, *ranges, staging)
+            views = holdings.views(header.segment_id, header.generation, operation, *ranges)
         except ServeError as error:
             return Incoming(detached=True, error=error.with_traceback(None))
-        return Incoming(views, generation) if kind is FrameKind.WRITE else Incoming(answer=views)
+        is_write = operation is Operation.WRITE
+        return Incoming(views, header.generation) if is_write else Incoming(answer=views)
 
-    def _staged(self, header: Header, table: memoryview, operation: Operation, staging: Staging) -> Incoming:
-        """Do as `_checked` for memory of a GPU."""
-        offsets, lengths = unpack_ranges(header, table)
-        try:
-            self._desk.holdings.grants.check(
-                header.segment_id, header.generation, operation, offsets, lengths
-            )
-            if header.kind is FrameKind.READ:
-                return Incoming(answer=(staging.fetched(offsets, lengths),))
-            # A connection has one frame coming in at a time.
-            buffer = self._buffers.get(header.segment_id)
-            if buffer is None:
-                buffer = self._buffers[header.segment_id] = staging.buffer()
-        except ServeError as error:
-            return Incoming(detached=True, error=error.with_traceback(None))
+    def _staged(self, header: Header, offsets: Offsets, lengths: Offsets, staging: Staging) -> Incoming:
+        """Return where a payload goes, or comes from, whose place is memory of a GPU. Raises ServeError."""
+        if header.kind is FrameKind.READ:
+            return Incoming(answer=(staging.fetched(offsets, lengths),))
+        # A connection has one frame coming in at a time.
+        buffer = self._buffers.get(header.segment_id)
+        if buffer is None:
+            buffer = self._buffers[header.segment_id] = staging.buffer()
         arrived = partial(staging.put, buffer, offsets, lengths)
         return Incoming((buffer.memory[: header.num_bytes],), header.generation, arrived=arrived)
 
