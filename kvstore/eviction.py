@@ -24,6 +24,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from base.errors import CapacityError
@@ -37,43 +38,28 @@ Block = TypeVar("Block", bound=Hashable)
 """The name of a block: a `BlockHash` in a store, an integer in a trace."""
 
 
+@dataclass(slots=True, eq=False)
 class Entry(Generic[Block]):
     """A block's place in the tree and its uses, from which its rank is computed."""
 
-    __slots__ = (
-        "block",
-        "branches",
-        "children",
-        "depth",
-        "first_child",
-        "is_admitted",
-        "is_queued",
-        "is_sampled",
-        "parent",
-        "patience",
-        "tick",
-        "uses",
-    )
-
-    def __init__(self, block: Block, parent: Entry[Block] | None, tick: int) -> None:
-        self.block = block
-        self.parent = parent
-        self.depth: int = parent.depth + 1 if parent else 0
-        self.uses = 1
-        """Requests that used the block since it came in, the first included."""
-        self.tick = tick
-        """When it was last used; moments are numbered by requests."""
-        self.patience = 0.0
-        """Requests that it was worth keeping longer, for its uses, when it was last used."""
-        self.children = 0
-        """Blocks of the tree that follow it, and holds on it."""
-        self.branches = 0
-        """Blocks that ever followed it."""
-        self.first_child: Entry[Block] | None = None
-        """While it is there, and no other has come."""
-        self.is_queued = False
-        self.is_admitted = True
-        self.is_sampled = False
+    block: Block
+    parent: Entry[Block] | None
+    depth: int
+    tick: int
+    """When it was last used; moments are numbered by requests."""
+    uses: int = 1
+    """Requests that used the block since it came in, the first included."""
+    patience: float = 0.0
+    """Requests that it was worth keeping longer, for its uses, when it was last used."""
+    children: int = 0
+    """Blocks of the tree that follow it, and holds on it."""
+    branches: int = 0
+    """Blocks that ever followed it."""
+    first_child: Entry[Block] | None = None
+    """While it is there, and no other has come."""
+    is_queued: bool = False
+    is_admitted: bool = True
+    is_sampled: bool = False
 
 
 Rank = Callable[[Entry[Block]], tuple[float, ...]]
@@ -158,7 +144,7 @@ class Eviction(Generic[Block]):
             KeyError: the parent is absent. Nothing has changed.
         """
         above = None if parent is None else self._entries[parent]
-        entry = Entry(block, above, self._tick)
+        entry = Entry(block, above, above.depth + 1 if above else 0, self._tick)
         self._entries[block] = entry
         if self._admission is not None:
             self._draw(entry, self._admission)
@@ -294,7 +280,7 @@ class Eviction(Generic[Block]):
 
     def _sweep(self) -> None:
         """Drop what `remove` left in the heap, so that it stays as small as the tree."""
-        self._heap = [item for item in self._heap if self._entries.get(item[2].block) is item[2]]
+        self._heap = [item for item in self._heap if self._is_there(item[2])]
         heapq.heapify(self._heap)
 
     def _drop_child(self, entry: Entry[Block]) -> None:
