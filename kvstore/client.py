@@ -341,14 +341,14 @@ class BlockCache:
             if landing.sums is None:
                 async with permits:
                     found = await self._agent.read_summed(member.peer, grant, pieces)
-                return _num_right(found, expected)
+                return num_equal(found, expected)
             async with permits:
                 await self._agent.read(member.peer, grant, pieces)
-            return _num_right(await landing.sums(here), expected)
+            return num_equal(await landing.sums(here), expected)
 
         if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
             await self._read_stripes(member, grant, landing, landing.stripes, offsets)
-            return _num_right(await landing.sums_there(offsets, grant.length), leased.checksums)
+            return num_equal(await landing.sums_there(offsets, grant.length), leased.checksums)
         counts = await together(num_right(at) for at in range(0, len(grant.offsets), group))
         first_short = next((index for index, count in enumerate(counts) if count < group), len(counts) - 1)
         return sum(counts[: first_short + 1])
@@ -428,10 +428,10 @@ def _run_end(replicas: Sequence[Replicas], first: int, member: Member) -> int:
     return end
 
 
-def _num_right(found: Sequence[int], expected: Sequence[int]) -> int:
-    """Return how many leading blocks are what they should be."""
-    pairs = zip(found, expected, strict=True)
-    return next((count for count, (sum_, wanted) in enumerate(pairs) if sum_ != wanted), len(expected))
+def num_equal(found: Sequence[object], expected: Sequence[object]) -> int:
+    """Return how many leading ones, of blocks or their sums, are what they should be."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    return next((count for count, (one, other) in pairs if one != other), len(expected))
 
 
 def _sums_on_host(memory: memoryview, length: int, offsets: Sequence[int]) -> list[int]:

@@ -33,7 +33,7 @@ from base.kv_layout import KvLayout, KvPart, part_columns
 from base.logs import event
 from base.together import together
 from base.uninterrupted import uninterrupted
-from kvstore.client import Stripes
+from kvstore.client import Stripes, num_equal
 from kvstore.store import LIFT_S, Store
 from transfer.shard import BlockMove, KvShard, NodeKv
 
@@ -48,12 +48,6 @@ def part_bytes(block: memoryview, layout: KvLayout, part: KvPart) -> memoryview:
 
 def _added(sums: Sequence[int]) -> int:
     return sum(sums) & (1 << 64) - 1
-
-
-def _num_equal(found: Sequence[object], expected: Sequence[object]) -> int:
-    """Return how many leading ones are equal."""
-    pairs = enumerate(zip(found, expected, strict=True))
-    return next((count for count, (one, other) in pairs if one != other), len(expected))
 
 
 def _arrived_elsewhere(num_parts: int) -> None:
@@ -78,8 +72,7 @@ class ShardMover:
     async def match(self, chain: Sequence[BlockHash]) -> int:
         return self._store.match(chain).num_blocks
 
-    async def num_saved(self, chain: Sequence[BlockHash]) -> int:
-        return self._store.match(chain).num_blocks
+    num_saved = match
 
     async def save(
         self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int, tenant: str
@@ -149,14 +142,14 @@ class ShardMover:
             return await shard.sums(block_ids, shard.part)
 
         if self._adds_up:
-            return _num_equal(await self._added_up(block_ids, await self._by_each(read)), checksums)
+            return num_equal(await self._added_up(block_ids, await self._by_each(read)), checksums)
         expecting = asyncio.create_task(asyncio.to_thread(self._expected, grant, checksums))
         try:
             landed = await self._by_each(read)
         finally:
             # A lease covers what the thread reads, too.
             await uninterrupted(asyncio.wait([expecting]))
-        return _num_equal([list(of_parts) for of_parts in zip(*landed, strict=True)], expecting.result())
+        return num_equal([list(of_parts) for of_parts in zip(*landed, strict=True)], expecting.result())
 
     async def _by_each(self, work: Callable[[KvShard], Coroutine[None, None, list[int]]]) -> list[list[int]]:
         """Return what `work` does for each shard; when it fails for one, the others have ended."""
