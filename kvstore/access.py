@@ -19,7 +19,7 @@ from base.errors import CapacityError, ProtocolError, ServeError, UnavailableErr
 from base.logs import event
 from base.resting import Resting
 from base.wire import GRANT
-from kvstore.store import LIFT_S, Found, Leased, OpenPut, Store
+from kvstore.store import Found, Leased, OpenPut, Store
 from kvstore.wire import MEMBER, Member, chain_to
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreStub
@@ -80,19 +80,15 @@ class LocalAccess:
         self.commit = store.commit
         self.abort = store.abort
         self.release = store.release
+        self.lease = store.lease
         self.pin = store.pin
+        self.delete = store.delete
 
     async def match(self, chain: Sequence[BlockHash]) -> Found:
         return self._store.match(chain)
 
     async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut:
         return self._store.reserve(chain, tenant)
-
-    async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased:
-        return await self._store.lease(chain, first, LIFT_S)
-
-    async def delete(self, chain: Sequence[BlockHash]) -> int:
-        return await self._store.delete(chain)
 
     async def report(self, block_hash: BlockHash) -> None:
         await self._store.report(block_hash)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from base.block_hash import BlockHash
 from base.errors import LostError, ProtocolError
 from base.messages import FromNode, Lend, Lent, Source
-from kvstore.store import LEASE_S, LIFT_S, Store
+from kvstore.store import LEASE_S, Store
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 
@@ -24,7 +24,7 @@ async def lend_stored(store: Store, message: Lend, send: Callable[[FromNode], No
         LostError: none of the blocks is here any more.
         CapacityError: too many grants are live.
     """
-    leased = await store.lease(message.chain, message.first_block, LIFT_S)
+    leased = await store.lease(message.chain, message.first_block)
     try:
         if leased.grant is None:
             raise LostError("the blocks were evicted")

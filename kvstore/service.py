@@ -20,7 +20,7 @@ from base.rpc import Service
 from base.tls import NODE_NAME
 from kvstore.access import LEASED, OPEN_PUT
 from kvstore.peer_holds import PeerHolds, TicketKind
-from kvstore.store import LEASE_S, LIFT_S, MAX_PUT_BLOCKS, PUT_S, Store
+from kvstore.store import LEASE_S, MAX_PUT_BLOCKS, PUT_S, Store
 from kvstore.wire import MEMBER, Member, chain_from
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_server
@@ -70,7 +70,7 @@ class StoreService(KvStoreServicer):
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:  # noqa: N802
         peer = _peer(context)
         self._holds.num_free(peer)
-        leased = await self._store.lease(chain_from(request.hashes), request.first, LIFT_S)
+        leased = await self._store.lease(chain_from(request.hashes), request.first)
         if leased.grant is not None:
             self._holds.add(peer, (TicketKind.READ, leased.ticket), 0, LEASE_S)
         return pb.LeaseResponse(**LEASED.pack(leased))

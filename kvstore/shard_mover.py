@@ -34,7 +34,7 @@ from base.logs import event
 from base.together import together
 from base.uninterrupted import uninterrupted
 from kvstore.client import Stripes, num_equal
-from kvstore.store import LIFT_S, Store
+from kvstore.store import Store
 from transfer.shard import BlockMove, KvShard, NodeKv
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class ShardMover:
     async def load(
         self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int, stripes: Stripes | None
     ) -> int:
-        leased = await self._store.lease(chain, first, LIFT_S)
+        leased = await self._store.lease(chain, first)
         try:
             if leased.grant is None:
                 return 0

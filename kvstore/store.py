@@ -184,16 +184,16 @@ class Store:
 
     # --- reading ------------------------------------------------------------------------
 
-    async def lease(self, chain: Sequence[BlockHash], first: int, lift_s: float | None = None) -> Leased:
+    async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased:
         """Hold the leading blocks of `chain` that are here, for LEASE_S, and let them be read.
 
-        What is on disk and not in memory after `lift_s` seconds is left out; None: it is waited for.
+        What is on disk and not in memory after LIFT_S is left out.
 
         Raises:
             CapacityError: too many grants are live. Nothing is held.
         """
         if self.match(chain).num_blocks > self.pool.match(chain):
-            await self._lifted(chain, lift_s)
+            await self._lifted(chain, LIFT_S)
         lease = self.pool.lease(chain, LEASE_S)
         block_ids = lease.block_ids[first:]
         if not block_ids:

@@ -17,7 +17,9 @@ BLOCK_BYTES = 64
 NAME = BlockHash(bytes(16))
 
 
-def test_a_disk_that_takes_longer_than_a_put_may_costs_time_and_no_memory():
+def test_a_disk_that_takes_longer_than_a_put_may_costs_time_and_no_memory(monkeypatch):
+    monkeypatch.setattr("kvstore.store.LIFT_S", None)
+
     async def scenario(clock):
         agent = TransferAgent("n", 1, TransferConfig(transports=("tcp",)), clock)
         disk = DiskTier(SimDisk(random.Random(0), DiskFaults()), BLOCK_BYTES, 4, clock)

@@ -189,8 +189,7 @@ async def test_what_is_deleted_on_its_way_to_disk_group_by_group_is_gone(cluster
 
 
 async def test_a_reader_gives_a_disk_that_hangs_so_long_and_then_has_what_is_in_memory(cluster, monkeypatch):
-    for module in "access", "service":
-        monkeypatch.setattr(f"kvstore.{module}.LIFT_S", 0.01)
+    monkeypatch.setattr("kvstore.store.LIFT_S", 0.01)
     two = await cluster.node("two")
     disk = HangingFile()
     disk.may_write.set()
