@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
@@ -46,30 +46,6 @@ CHANNEL_OPTIONS = (
 
 OPEN_PUT = message_of(OpenPut, missing=TUPLE, grant=optional(GRANT))
 LEASED = message_of(Leased, grant=optional(GRANT), checksums=TUPLE)
-
-
-class StoreAccess(Protocol):
-    """The calls by which a client uses one member's store."""
-
-    async def match(self, chain: Sequence[BlockHash]) -> Found: ...
-
-    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut: ...
-
-    async def commit(self, ticket: int, checksums: Sequence[int]) -> int: ...
-
-    async def abort(self, ticket: int) -> None: ...
-
-    async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased: ...
-
-    async def release(self, ticket: int) -> None: ...
-
-    async def pin(self, chain: Sequence[BlockHash], seconds: float) -> Leased: ...
-
-    async def delete(self, chain: Sequence[BlockHash]) -> int: ...
-
-    async def report(self, block_hash: BlockHash) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class LocalAccess:
@@ -173,6 +149,10 @@ class RemoteAccess:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+StoreAccess = LocalAccess | RemoteAccess
+"""The calls by which a client uses one member's store."""
 
 
 async def _answer(call: Awaitable[T]) -> T:
