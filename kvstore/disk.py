@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
@@ -78,24 +77,11 @@ class DiskAccounts:
     total: int
 
 
-class SlotFile(Protocol):
-    """The file, as the slots need it. Any thread; all but `close` may raise OSError."""
-
-    def size(self) -> int: ...
-
-    def write(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Write `parts` one after the other; return how many bytes were written."""
-        ...
-
-    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Fill `parts` one after the other; return how many bytes came."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class DirectFile:
-    """A file that is read and written past the page cache where the memory allows it."""
+    """A file that is read and written past the page cache where the memory allows it.
+
+    Any thread; all but `close` may raise OSError.
+    """
 
     def __init__(self, fd: int, direct_fd: int) -> None:
         """`direct_fd`: the same file opened for that; `fd` again where it cannot be."""
@@ -106,9 +92,11 @@ class DirectFile:
         return os.fstat(self._fd).st_size
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> int:
+        """Write `parts` one after the other; return how many bytes were written."""
         return os.pwritev(self._fd_for(parts), parts, offset)
 
     def read(self, offset: int, parts: Sequence[memoryview]) -> int:
+        """Fill `parts` one after the other; return how many bytes came."""
         return os.preadv(self._fd_for(parts), parts, offset)
 
     def close(self) -> None:
@@ -130,7 +118,7 @@ def _is_direct(memory: memoryview) -> bool:
 class DiskTier:
     """Blocks on one disk, found by hash. Use `opened`, then `close`."""
 
-    def __init__(self, file: SlotFile, block_bytes: int, num_slots: int, clock: Clock) -> None:
+    def __init__(self, file: DirectFile, block_bytes: int, num_slots: int, clock: Clock) -> None:
         self._file = file
         self._block_bytes = block_bytes
         self._slot_bytes = _slot_bytes(block_bytes)
@@ -159,9 +147,6 @@ class DiskTier:
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._slots
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     @property
     def is_full(self) -> bool:
         """Whether a write found no room, and none tries again yet."""
@@ -171,13 +156,6 @@ class DiskTier:
     def hashes(self) -> list[BlockHash]:
         """Return what is stored, the next to be evicted first."""
         return list(self._slots)
-
-    def match(self, chain: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of `chain` are here."""
-        for count, block_hash in enumerate(chain):
-            if block_hash not in self._slots:
-                return count
-        return len(chain)
 
     def start(self) -> None:
         """Have all threads now: work that finds none later would fail, and yet stand in line for the others.

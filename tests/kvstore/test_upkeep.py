@@ -132,7 +132,7 @@ async def test_a_disk_that_hangs_keeps_no_put_and_no_lease_that_ran_out(cluster)
             await until(lambda: one.store.pool.accounts().in_transfer == 4)
             await until(lambda: one.store.pool.accounts().held == 0)
             disk.may_write.set()
-            await until(lambda: len(one.store.disk) == 4)
+            await until(lambda: len(one.store.disk.hashes) == 4)
         one.store.check()
 
 
@@ -178,7 +178,7 @@ async def test_what_is_deleted_on_its_way_to_disk_group_by_group_is_gone(cluster
         deleting = asyncio.create_task(one.store.delete(chain_of("abcdefgh")))
         await some_turns()
         disk.may_write.set()
-        await until(lambda: len(one.store.disk) == 2)
+        await until(lambda: len(one.store.disk.hashes) == 2)
         for _ in range(50):  # it takes some to pass over a group that it does not wait for
             await some_turns()
         disk.may_write_more.set()

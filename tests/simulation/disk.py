@@ -20,7 +20,7 @@ class DiskFaults:
 
 
 class SimDisk:
-    """A file of `kvstore.disk.SlotFile`. Nothing is flushed, so a crash may undo any page since the last."""
+    """A `kvstore.disk.DirectFile`. Nothing is flushed, so a crash may undo any page since the last."""
 
     def __init__(self, rng, faults):
         self.faults = faults
