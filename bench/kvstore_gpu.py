@@ -94,7 +94,7 @@ class Beside:
         await self.load(chain)
         assert torch.equal(self._cache.tensor[:NUM_BLOCKS], before), "other bytes came back"
         store = self._hosted.store
-        store.segment.memory[store.pool.block_id(chain[3]) * LAYOUT.block_bytes] ^= 1
+        store.segment.memory[store.pool.record(chain[3]).block_id * LAYOUT.block_bytes] ^= 1
         loaded = await self._hosted.cache.load(chain, self._segment, self.offsets, sums=self.sums)
         assert (loaded, store.num_damaged) == (3, 1), "a damaged block was not found out"
 

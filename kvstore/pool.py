@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from base.block_hash import BlockHash
@@ -43,12 +43,6 @@ class PoolLimits:
     low_watermark: float = 0.90
     tenant_quota: float = 1.0
     """Share of all blocks that each tenant may fill."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.low_watermark <= self.high_watermark <= 1.0:
-            raise ValueError("low_watermark: above 0 and not above high_watermark, which is at most 1")
-        if not 0.0 < self.tenant_quota <= 1.0:
-            raise ValueError("tenant_quota: above 0 and at most 1")
 
 
 @dataclass(slots=True)
@@ -110,21 +104,6 @@ class _Tenant:
     """Committed and reserved ones."""
 
 
-@dataclass(slots=True)
-class _Books:
-    """Puts and leases that are under way, and blocks that come and go with them."""
-
-    puts: dict[int, Put] = field(default_factory=dict)
-    leases: dict[int, Lease] = field(default_factory=dict)
-    arriving: dict[BlockHash, int] = field(default_factory=dict)
-    leaving: dict[int, Record] = field(default_factory=dict)
-    last_id: int = 0
-
-    def draw(self) -> int:
-        self.last_id += 1
-        return self.last_id
-
-
 class HostPool:
     """Owns the block ids of one host's memory. Belongs to the event loop."""
 
@@ -146,7 +125,12 @@ class HostPool:
         self._free = list(range(num_blocks))[::-1]
         self._records: dict[BlockHash, Record] = {}
         self._tenants: dict[str, _Tenant] = {}
-        self._books = _Books(last_id=last_id)
+        self._last_id = last_id
+        self._puts: dict[int, Put] = {}
+        self._leases: dict[int, Lease] = {}
+        self._arriving: set[BlockHash] = set()
+        self._leaving: dict[int, Record] = {}
+        """Blocks on their way down to disk, by their ids."""
         self._num_held = 0
         self.evicted: list[BlockHash] = []
         """Names forgotten to make room since the owner last emptied this list."""
@@ -166,13 +150,9 @@ class HostPool:
                 return count
         return len(chain)
 
-    def checksum(self, block_hash: BlockHash) -> int:
-        """Return the checksum a committed block was stored with."""
-        return self._records[block_hash].checksum
-
-    def block_id(self, block_hash: BlockHash) -> int:
-        """Return where a committed block is."""
-        return self._records[block_hash].block_id
+    def record(self, block_hash: BlockHash) -> Record:
+        """Return a committed block."""
+        return self._records[block_hash]
 
     # --- writing ------------------------------------------------------------------------
 
@@ -194,7 +174,7 @@ class HostPool:
         block_ids: list[int] = []
         try:
             for index in range(matched, len(chain)):
-                if chain[index] not in self._books.arriving:
+                if chain[index] not in self._arriving:
                     block_ids.append(self._take(account, own, others))
                     missing.append(index)
         except CapacityError:
@@ -203,16 +183,15 @@ class HostPool:
             if hold is not None:
                 account.tree.release(hold)
         put = Put(
-            self._books.draw(),
+            self._draw(),
             tuple(chain),
             tuple(missing),
             tuple(block_ids),
             payer,
             self._clock.now_s() + lease_s,
         )
-        self._books.puts[put.put_id] = put
-        for index in missing:
-            self._books.arriving[chain[index]] = put.put_id
+        self._puts[put.put_id] = put
+        self._arriving.update(chain[index] for index in missing)
         return put
 
     def commit(self, put_id: int, checksums: Sequence[int | None]) -> list[BlockHash]:
@@ -243,7 +222,7 @@ class HostPool:
 
     def abort(self, put_id: int) -> None:
         """End a put that will not be committed; its blocks are free. Twice is once."""
-        if (put := self._books.puts.get(put_id)) is not None:
+        if (put := self._puts.get(put_id)) is not None:
             self._forget_put(put)
             for block_id in put.block_ids:
                 self._give_back(put.tenant, block_id)
@@ -263,13 +242,13 @@ class HostPool:
         for record in records:
             record.holders += 1
             self._num_held += record.holders == 1
-        lease = Lease(self._books.draw(), records, self._clock.now_s() + lease_s)
-        self._books.leases[lease.lease_id] = lease
+        lease = Lease(self._draw(), records, self._clock.now_s() + lease_s)
+        self._leases[lease.lease_id] = lease
         return lease
 
     def end(self, lease_id: int) -> None:
         """End a lease. Twice is once."""
-        lease = self._books.leases.pop(lease_id, None)
+        lease = self._leases.pop(lease_id, None)
         if lease is None or not lease.records:
             return
         for record in lease.records:
@@ -281,8 +260,8 @@ class HostPool:
     def expired(self) -> tuple[list[int], list[int]]:
         """Return the ids of (puts, leases) that ran out. They hold until ended."""
         now_s = self._clock.now_s()
-        puts = [put.put_id for put in self._books.puts.values() if put.expires_at_s <= now_s]
-        leases = [lease.lease_id for lease in self._books.leases.values() if lease.expires_at_s <= now_s]
+        puts = [put.put_id for put in self._puts.values() if put.expires_at_s <= now_s]
+        leases = [lease.lease_id for lease in self._leases.values() if lease.expires_at_s <= now_s]
         return puts, leases
 
     # --- making room --------------------------------------------------------------------
@@ -331,12 +310,12 @@ class HostPool:
             return []
         surplus = self._num_in_use - int(self._limits.low_watermark * self.num_blocks)
         records = list(islice(self._victims(self._tenants.values()), min(most, surplus)))
-        self._books.leaving.update((record.block_id, record) for record in records)
+        self._leaving.update((record.block_id, record) for record in records)
         return records
 
     def left(self, record: Record) -> None:
         """Free the bytes of a block that `leave` took out. Twice is once."""
-        if self._books.leaving.pop(record.block_id, None) is not None:
+        if self._leaving.pop(record.block_id, None) is not None:
             self._give_back(record.tenant, record.block_id)
 
     def forget_idle_tenants(self) -> None:
@@ -350,7 +329,7 @@ class HostPool:
         """Return where all blocks are."""
         return Accounts(
             free=len(self._free),
-            in_transfer=len(self._books.arriving) + len(self._books.leaving),
+            in_transfer=len(self._arriving) + len(self._leaving),
             cached=len(self._records) - self._num_held,
             held=self._num_held,
             total=self.num_blocks,
@@ -359,14 +338,14 @@ class HostPool:
     def check(self) -> None:
         """Assert the partition of the docstring, and that each hold has an owner."""
         places = list(self._free) + [record.block_id for record in self._records.values()]
-        for put in self._books.puts.values():
+        for put in self._puts.values():
             places += put.block_ids
-        places += self._books.leaving
+        places += self._leaving
         assert sorted(places) == list(range(self.num_blocks)), "a block is lost or in two places"
         books = self.accounts()
         assert books.free + books.in_transfer + books.cached + books.held == books.total
         holders = dict.fromkeys(self._records, 0)
-        for lease in self._books.leases.values():
+        for lease in self._leases.values():
             for record in lease.records:
                 assert self._records[record.block_hash] is record, "a held block was evicted"
                 holders[record.block_hash] += 1
@@ -380,7 +359,11 @@ class HostPool:
     @property
     def _num_in_use(self) -> int:
         """Blocks with content that is to stay, or coming in."""
-        return self.num_blocks - len(self._free) - len(self._books.leaving)
+        return self.num_blocks - len(self._free) - len(self._leaving)
+
+    def _draw(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
     def _payer(self, chain: Sequence[BlockHash], tenant: str) -> str:
         """A chain has one payer, whoever put its first block: its tree must be whole."""
@@ -428,12 +411,12 @@ class HostPool:
         self._tenants[tenant].num_blocks -= 1
 
     def _require_put(self, put_id: int) -> Put:
-        put = self._books.puts.get(put_id)
+        put = self._puts.get(put_id)
         if put is None or put.expires_at_s <= self._clock.now_s():
             raise LeaseExpiredError(f"put {put_id} has ended")
         return put
 
     def _forget_put(self, put: Put) -> None:
-        del self._books.puts[put.put_id]
+        del self._puts[put.put_id]
         for index in put.missing:
-            del self._books.arriving[put.chain[index]]
+            self._arriving.remove(put.chain[index])

@@ -238,8 +238,8 @@ class Store:
         """Look at a block that a reader found damaged; return whether it was, and is gone."""
         if block_hash not in self.pool:
             return False
-        expected = self.pool.checksum(block_hash)
-        if is_checksum_of(expected, self._view(self.pool.block_id(block_hash))):
+        record = self.pool.record(block_hash)
+        if is_checksum_of(record.checksum, self._view(record.block_id)):
             return False
         self.num_damaged += 1
         gone = self.pool.discard(block_hash)
@@ -287,8 +287,7 @@ class Store:
             async with asyncio.TaskGroup() as tasks:
                 for name in names[at : at + LEAVE_BLOCKS]:
                     if name in self.pool:
-                        view = self._view(self.pool.block_id(name))
-                        tasks.create_task(self.disk.write(name, view, self.pool.checksum(name)))
+                        tasks.create_task(self._write_one(self.disk, self.pool.record(name)))
 
     async def close(self) -> None:
         """End every grant. What the disk holds stays."""
@@ -412,11 +411,14 @@ class Store:
     async def _write_down(self, disk: DiskTier, records: Sequence[Record]) -> None:
         async with asyncio.TaskGroup() as tasks:
             for record in records:
-                tasks.create_task(disk.write(record.block_hash, self._view(record.block_id), record.checksum))
+                tasks.create_task(self._write_one(disk, record))
         for record in records:
             self._leaving.discard(record.block_hash)
             self.pool.left(record)
         self._withdraw(record.block_hash for record in records)
+
+    async def _write_one(self, disk: DiskTier, record: Record) -> None:
+        await disk.write(record.block_hash, self._view(record.block_id), record.checksum)
 
     def _publish_evicted(self) -> None:
         gone = self.pool.evicted

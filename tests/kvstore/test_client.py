@@ -220,7 +220,7 @@ async def test_damaged_bytes_are_never_returned_and_their_holder_forgets_them(cl
     one, two = await cluster.node("one"), await cluster.node("two")
     await save(one.cache, "abcd")
     chain = chain_of("abcd")
-    offset = one.store.pool.block_id(chain[2]) * BLOCK_BYTES
+    offset = one.store.pool.record(chain[2]).block_id * BLOCK_BYTES
     one.store.segment.memory[offset + 77] ^= 1
     assert await load(two.cache, "abcd") == 2
     assert (two.cache.num_damaged, one.store.num_damaged) == (1, 1)

@@ -153,7 +153,7 @@ async def test_a_damaged_block_ends_what_is_loaded():
         one.engine.compute("abcd")
         one.store.offer(chain_of("abcd"), ROOT)
         await one.saved(4)
-        block_id = one.node.store.pool.block_id(chain_of("abc")[2])
+        block_id = one.node.store.pool.record(chain_of("abc")[2]).block_id
         one.node.store.segment.memory[block_id * BLOCK_BYTES] ^= 1
         assert await one.load("abcd") == contents("ab")
 
@@ -242,7 +242,7 @@ async def test_a_block_of_a_gpu_that_was_damaged_in_memory_is_found_out_and_forg
         one.engine.compute("abcd")
         one.store.offer(chain_of("abcd"), ROOT)
         await one.saved(4)
-        block_id = one.node.store.pool.block_id(chain_of("abc")[2])
+        block_id = one.node.store.pool.record(chain_of("abc")[2]).block_id
         one.node.store.segment.memory[block_id * BLOCK_BYTES] ^= 1
         one.engine.forget()
         assert await one.load("abcd") == contents("ab")

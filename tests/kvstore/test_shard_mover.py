@@ -92,7 +92,7 @@ def has(node, block_ids, expected):
 
 
 def view(store, block_hash):
-    begin = store.pool.block_id(block_hash) * LAYOUT.block_bytes
+    begin = store.pool.record(block_hash).block_id * LAYOUT.block_bytes
     return store.segment.memory[begin : begin + LAYOUT.block_bytes]
 
 
@@ -102,7 +102,7 @@ async def test_a_stored_block_is_what_one_rank_would_store(group):
         assert await node.mover.save(CHAIN, SAVED, 0, "") == 4
         for block_hash, block_id in zip(CHAIN, SAVED, strict=True):
             assert bytes(view(node.store, block_hash)) == node.whole[block_id].numpy().tobytes()
-            assert node.store.pool.checksum(block_hash) == checksum(view(node.store, block_hash))
+            assert node.store.pool.record(block_hash).checksum == checksum(view(node.store, block_hash))
         assert await node.mover.num_saved(CHAIN) == await node.mover.match(CHAIN) == 4
 
 
@@ -166,7 +166,7 @@ async def test_sums_that_ranks_take_as_gpus_do_add_up_to_a_blocks(group):
         sum_as_gpus_do(node)
         assert await node.mover.save(CHAIN, SAVED, 0, "") == 4
         for block_hash in CHAIN:
-            assert node.store.pool.checksum(block_hash) == sum_of_words(view(node.store, block_hash))
+            assert node.store.pool.record(block_hash).checksum == sum_of_words(view(node.store, block_hash))
         forget(node)
         assert await node.mover.load(CHAIN, SAVED, 0, None) == 4
         assert has(node, SAVED, node.whole[SAVED])

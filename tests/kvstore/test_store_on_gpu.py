@@ -65,7 +65,7 @@ async def test_blocks_of_a_gpu_are_saved_loaded_and_found_out_when_damaged(tmp_p
         assert node.store.match(chain_of("abcdef")).num_in_memory == 0
         one.engine.forget()
         assert await one.load("abcdef") == contents("abcdef"), "by way of the disk"
-        node.store.segment.memory[node.store.pool.block_id(chain_of("abc")[2]) * BLOCK_BYTES] ^= 1
+        node.store.segment.memory[node.store.pool.record(chain_of("abc")[2]).block_id * BLOCK_BYTES] ^= 1
         one.engine.forget()
         assert await one.load("abcdef") == contents("ab")
         assert node.store.num_damaged == 1

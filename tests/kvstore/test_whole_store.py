@@ -203,7 +203,7 @@ class StoreMachine(RuleBasedStateMachine):
     def damage_a_block(self, at):
         node = self.parties[ROOMY].node
         name = sorted(self.in_roomy)[at % len(self.in_roomy)]
-        node.store.segment.memory[node.store.pool.block_id(name) * BLOCK_BYTES] ^= 1
+        node.store.segment.memory[node.store.pool.record(name).block_id * BLOCK_BYTES] ^= 1
         assert self.runner.run(node.store.report(name))
         self.in_roomy = {other for other in self.in_roomy if not goes_through(other, name)}
 

@@ -48,7 +48,7 @@ async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(
         # a record that is hurt is refused, forgotten and computed again
         await node.forget()
         size = node.kv.layout.block_bytes
-        node.store.segment.memory[node.store.pool.block_id(chain[3]) * size + 7] ^= 1
+        node.store.segment.memory[node.store.pool.record(chain[3]).block_id * size + 7] ^= 1
         assert await node.answer(PROMPT) == (expected, 3 * BLOCK_SIZE)
         assert node.store.num_damaged == 1
         # and another node has it from here
