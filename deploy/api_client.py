@@ -58,7 +58,7 @@ def _connection(address: str, timeout_s: float, check: bool = True) -> http.clie
 
 def _headers() -> dict[str, str]:
     key = os.environ.get("CONDUCTOR_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
 
 def read_json(address: str, path: str) -> Any:
@@ -76,22 +76,25 @@ def read_text(address: str, path: str) -> str:
 
 def require_server(address: str) -> None:
     """Raise ApiError where nobody answers. An answer that is an error is one."""
-    _get(address, "/health", is_secret=False)
+    _asked(address, "GET", "/health", TIMEOUT_S, is_secret=False)
 
 
 def _read(address: str, path: str, is_secret: bool = True) -> bytes:
-    status, body = _get(address, path, is_secret)
-    if status >= 400:
-        raise ApiError(_refusal(address, status, body))
+    response, body = _asked(address, "GET", path, TIMEOUT_S, is_secret=is_secret)
+    if response.status >= 400:
+        raise ApiError(_refusal(address, response.status, body))
     return body
 
 
-def _get(address: str, path: str, is_secret: bool) -> tuple[int, bytes]:
-    with contextlib.closing(_connection(address, TIMEOUT_S, check=is_secret)) as connection:
+def _asked(
+    address: str, method: str, path: str, timeout_s: float, body: bytes | None = None, is_secret: bool = True
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """Return an answer and its body; raises ApiError: nobody gave one."""
+    with contextlib.closing(_connection(address, timeout_s, check=is_secret)) as connection:
         try:
-            connection.request("GET", path, headers=_headers() if is_secret else {})
+            connection.request(method, path, body, _headers() if is_secret else {})
             response = connection.getresponse()
-            return response.status, response.read()
+            return response, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ApiError(_unanswered(f"{url(address)}{path}", error)) from error
 
@@ -107,14 +110,7 @@ class Answer(NamedTuple):
 
 def post(address: str, path: str, body: bytes) -> Answer:
     """Return what POST `path` answers, refusals too; raises ApiError: nobody did."""
-    headers = {"Content-Type": "application/json", **_headers()}
-    with contextlib.closing(_connection(address, SILENCE_S)) as connection:
-        try:
-            connection.request("POST", path, body, headers)
-            response = connection.getresponse()
-            text = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ApiError(_unanswered(f"{url(address)}{path}", error)) from error
+    response, text = _asked(address, "POST", path, SILENCE_S, body)
     after = response.headers.get("retry-after", "")
     request_id = response.headers.get("x-request-id", "")
     return Answer(response.status, request_id, float(after) if after.isdecimal() else None, text)
@@ -153,8 +149,7 @@ class ChatStream:
             self._socket = self._connection.sock
             if self._is_closed:
                 raise ApiError("closed before it was asked")
-            headers = {"Content-Type": "application/json", **_headers()}
-            self._connection.request("POST", "/v1/chat/completions", self._body, headers)
+            self._connection.request("POST", "/v1/chat/completions", self._body, _headers())
             response = self._connection.getresponse()
             if response.status >= 400:
                 raise ApiError(_refusal(self._address, response.status, response.read()))
