@@ -15,9 +15,12 @@ file, which Ray makes readable to all: the folder is made private before, and th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import ipaddress
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from base.clock import SystemClock
 from base.errors import ConfigError
 from base.private import FILE_MODE, make_private
-from deploy.host_address import reachable_address
 from deploy.plan import HOST_ADDRESS, Resources, Together
 from deploy.supervisor import NOTHING_SEEN, ProcessSpec, Seen, Supervisor
 
@@ -43,6 +45,9 @@ JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 
 DRAIN_CALL_S = 5.0
 """Seconds that a drain may take beyond its grace, to kill what did not end."""
+
+ELSEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
+"""Addresses for documentation (RFC 5737 and 3849): any that the default route leads to would do."""
 
 HEAD = {"node:__internal_head__": 0.001}
 """Ray's mark of its head node. The conductor is there, where clients are sent."""
@@ -184,6 +189,18 @@ class RayCluster:
             remove_placement_group(group)
         self._groups.clear()
         ray.shutdown()
+
+
+def reachable_address(by_ray: str) -> str:
+    """Return `by_ray`; where that is loopback, as a local Ray says, the address of the host if it has one.
+
+    The kernel chooses it, as it would for a packet that leaves the host; none is sent.
+    """
+    for address, family in ELSEWHERE if ipaddress.ip_address(by_ray).is_loopback else ():
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):  # no route
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    return by_ray
 
 
 def _with_host(value: Any, address: str) -> Any:

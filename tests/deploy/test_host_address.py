@@ -1,6 +1,6 @@
 import socket
 
-from deploy.host_address import reachable_address
+from deploy.launch import reachable_address
 
 
 def test_address_that_a_joined_ray_says_is_kept():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.api_client import is_healthy
-from deploy.host_address import reachable_address
+from deploy.launch import reachable_address
 from tests.deploy.processes import (
     ROOT,
     listening,
