@@ -168,7 +168,7 @@ class TimedCache:
             self._pool.release(block_ids)
 
     def lent(self, source: Source) -> PrefixSource:
-        return LentPrefix(source, self._load)
+        return LentPrefix(source, partial(self._load, source))
 
     async def _load(
         self,

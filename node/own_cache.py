@@ -11,8 +11,9 @@ Here is the cache of a node of one rank; of several ranks: `ranked_cache.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from base.block_hash import BlockHash
 from base.errors import ChecksumError, LostError
@@ -91,7 +92,7 @@ class SegmentCache:
             self.pool.release(block_ids)
 
     def lent(self, source: Source) -> PrefixSource:
-        return LentPrefix(source, self._load)
+        return LentPrefix(source, partial(self._load, source))
 
     async def _load(
         self,
@@ -113,8 +114,8 @@ class SegmentCache:
         return len(block_ids)
 
 
-Load = Callable[[Source, Sequence[BlockHash], Sequence[int], int, Stripes | None], Awaitable[int]]
-"""Loads blocks that another node lent; otherwise as `PrefixSource.load`."""
+Load = Callable[[Sequence[BlockHash], Sequence[int], int, Stripes | None], Coroutine[Any, Any, int]]
+"""Loads blocks, as `PrefixSource.load` does."""
 
 
 class LentPrefix:
@@ -122,22 +123,13 @@ class LentPrefix:
 
     def __init__(self, source: Source, load: Load) -> None:
         self._source = source
-        self._load = load
+        self.load = load
 
     async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
         source = self._source
         if first < source.first_block:
             return first  # evicted meanwhile: a gap cannot be loaded over
         return min(source.first_block + len(source.grant.offsets), len(chain))
-
-    async def load(
-        self,
-        chain: Sequence[BlockHash],
-        block_ids: Sequence[int],
-        first: int,
-        stripes: Stripes | None = None,
-    ) -> int:
-        return await self._load(self._source, chain, block_ids, first, stripes)
 
 
 class Lender:

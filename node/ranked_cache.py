@@ -8,6 +8,7 @@ is read into the store, loaded from there by each rank and compared then. A node
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from base.block_hash import BlockHash
 from base.messages import FromNode, Lend, Source
@@ -37,7 +38,7 @@ class RankedCache:
         await lend_stored(self.store, message, send)
 
     def lent(self, source: Source) -> PrefixSource:
-        return LentPrefix(source, self._load)
+        return LentPrefix(source, partial(self._load, source))
 
     async def _load(
         self,

@@ -48,11 +48,7 @@ class PrefixSource(Protocol):
         ...
 
     async def load(
-        self,
-        chain: Items[BlockHash],
-        block_ids: Items[int],
-        first: int,
-        stripes: Stripes | None = None,
+        self, chain: Items[BlockHash], block_ids: Items[int], first: int, stripes: Stripes | None, /
     ) -> int:
         """Put blocks `first` to the end of `chain` into `block_ids`; return how many came, all right.
 
