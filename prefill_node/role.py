@@ -44,10 +44,6 @@ class _Computed:
     """The tokens after the first, of a sequence that stays."""
     times: PrefillTimes
 
-    @property
-    def is_scored(self) -> bool:
-        return self.sequence.num_prompt_logprobs is not None
-
 
 class PrefillRole:
     """Answers `Prefill` messages. Belongs to the event loop."""
@@ -108,6 +104,7 @@ class PrefillRole:
             self._store.offer(done.sequence.block_hashes[:full], done.sequence.chain_root)
         is_over = done.first.finish_reason is FinishReason.STOP
         is_pooled = done.sequence.pooling is not None
+        is_scored = done.sequence.num_prompt_logprobs is not None
         self._send(
             Prefilled(
                 work.request_id,
@@ -118,7 +115,7 @@ class PrefillRole:
                 done.times,
                 done.sender.parts if done.sender else (),
                 stays=done.sender is None and done.first.finish_reason is None,
-                prompt_logprobs=done.sequence.prompt_logprobs if done.is_scored else None,
+                prompt_logprobs=done.sequence.prompt_logprobs if is_scored else None,
                 embedding=done.sequence.vector() if is_pooled else None,
             )
         )
