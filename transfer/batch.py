@@ -116,10 +116,6 @@ class Pieces:
         summed.wants_sums = True
         return summed
 
-    def chosen(self, rows: slice) -> Pieces:
-        """Return some of them."""
-        return Pieces(self.segment, self.numbers[:, rows])
-
     def merged(self) -> Pieces:
         """Return the same bytes with neighbours as one, for who pays for each piece.
 
@@ -161,7 +157,7 @@ class Pieces:
         groups, first, begun = [], 0, 0
         while first < len(parts):
             last = min(int(ends.searchsorted(begun + max_bytes, "right")), first + max_pieces)
-            groups.append(parts.chosen(slice(first, last)))
+            groups.append(Pieces(parts.segment, parts.numbers[:, first:last]))
             first, begun = last, int(ends[last - 1])
         return groups
 

@@ -134,7 +134,7 @@ def _arriving(fault: Fault | None, pieces: Pieces) -> Pieces | None:
     if fault in (Fault.TRUNCATE, Fault.FAIL):
         return _first_half(pieces)
     if fault is Fault.REORDER:
-        return pieces.chosen(slice(None, None, -1))
+        return Pieces(pieces.segment, pieces.numbers[:, ::-1])
     if fault is Fault.MISPLACE:
         return _misplaced(pieces)
     return pieces
