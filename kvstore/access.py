@@ -59,15 +59,13 @@ class LocalAccess:
         self.lease = store.lease
         self.pin = store.pin
         self.delete = store.delete
+        self.report = store.report
 
     async def match(self, chain: Sequence[BlockHash]) -> Found:
         return self._store.match(chain)
 
     async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut:
         return self._store.reserve(chain, tenant)
-
-    async def report(self, block_hash: BlockHash) -> None:
-        await self._store.report(block_hash)
 
     async def close(self) -> None:
         """The store is its owner's."""

@@ -234,13 +234,13 @@ class Store:
         self._publish_evicted()
         return len(set(gone))
 
-    async def report(self, block_hash: BlockHash) -> bool:
-        """Look at a block that a reader found damaged; return whether it was, and is gone."""
+    async def report(self, block_hash: BlockHash) -> None:
+        """Look at a block that a reader found damaged; if it is, forget it and all after it."""
         if block_hash not in self.pool:
-            return False
+            return
         record = self.pool.record(block_hash)
         if is_checksum_of(record.checksum, self._view(record.block_id)):
-            return False
+            return
         self.num_damaged += 1
         gone = self.pool.discard(block_hash)
         self._withdraw(gone)
@@ -248,7 +248,6 @@ class Store:
             await self.disk.forget(block_hash)
             self._publish_evicted()
         event(log, "damaged block", level=logging.WARNING, forgotten=len(gone))
-        return True
 
     # --- upkeep -------------------------------------------------------------------------
 

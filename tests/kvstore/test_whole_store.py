@@ -204,7 +204,9 @@ class StoreMachine(RuleBasedStateMachine):
         node = self.parties[ROOMY].node
         name = sorted(self.in_roomy)[at % len(self.in_roomy)]
         node.store.segment.memory[node.store.pool.record(name).block_id * BLOCK_BYTES] ^= 1
-        assert self.runner.run(node.store.report(name))
+        num_damaged = node.store.num_damaged
+        self.runner.run(node.store.report(name))
+        assert node.store.num_damaged == num_damaged + 1
         self.in_roomy = {other for other in self.in_roomy if not goes_through(other, name)}
 
     # --- what holds ---------------------------------------------------------------------
