@@ -1,6 +1,6 @@
 """The directory of members and the blocks that they hold, shared through Redis.
 
-Every directory passes `tests/contract/test_directory.py`. A directory is a hint, never the truth: a
+It passes `tests/contract/test_directory.py`. A directory is a hint, never the truth: a
 member that is asked for a block it has evicted says so, and the asker goes on.
 
 **Publishing never waits and never fails.** It changes this process's own view and an
@@ -73,15 +73,7 @@ Replicas = tuple[Member, ...]
 
 
 class Directory(Protocol):
-    """Holders of blocks, as a store publishes them and its clients look them up."""
-
-    def publish(self, hashes: Iterable[BlockHash]) -> None:
-        """Take note that this process's member holds these blocks."""
-        ...
-
-    def withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        """Take note that this process's member holds these blocks no more."""
-        ...
+    """Holders of blocks, as clients look them up."""
 
     async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
         """Return the live holders of each leading block, up to the first that has none."""
@@ -89,10 +81,6 @@ class Directory(Protocol):
 
     async def members(self) -> list[Member]:
         """Return the members that live, by node id."""
-        ...
-
-    async def leave(self) -> None:
-        """End this process's membership: its replicas are nobody's."""
         ...
 
 
@@ -135,9 +123,11 @@ class RedisDirectory:
         self._republish_at_s = clock.now_s() + BLOCK_LIFE_S / 2
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
+        """Take note that this process's member holds these blocks."""
         self._note(hashes, is_held=True)
 
     def withdraw(self, hashes: Iterable[BlockHash]) -> None:
+        """Take note that this process's member holds these blocks no more."""
         self._note(hashes, is_held=False)
 
     async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
@@ -163,6 +153,7 @@ class RedisDirectory:
         return sorted(self._members.values(), key=lambda member: member.node_id)
 
     async def leave(self) -> None:
+        """End this process's membership: its replicas are nobody's."""
         if self._member is not None:
             with suppress(RedisError, OSError):
                 await _answer(self._writer.delete(_MEMBER + _EPOCH.pack(self._member.epoch)))

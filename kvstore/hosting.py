@@ -91,7 +91,8 @@ async def hosted_store(
     members.append(member)
     reach = partial(RemoteAccess, credentials=dialling_credentials(settings.tls, "tls"))
     directory = _directory(settings, clock, (member, store), reach)
-    store.join(directory)
+    if isinstance(directory, RedisDirectory):
+        store.join(directory)
     cache = BlockCache(agent, directory, clock, (member, store), reach, settings.block_bytes)
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -8,7 +8,7 @@ answer is left out, and rests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from base.block_hash import BlockHash
 from base.clock import Clock
@@ -37,12 +37,6 @@ class PeerDirectory:
         self._resting = resting_peers(clock)
         self._answered: list[Member] = []
 
-    def publish(self, hashes: Iterable[BlockHash]) -> None:
-        """Members are asked."""
-
-    def withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        """Members are asked."""
-
     async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
         answers = await self._ask(chain)
         longest = max((count for _, count in answers), default=0)
@@ -52,9 +46,6 @@ class PeerDirectory:
         """Return who answered the last lookup; who is asked for the first time is asked now."""
         answered = self._answered or [member for member, _ in await self._ask(())]
         return sorted(answered, key=lambda member: member.node_id)
-
-    async def leave(self) -> None:
-        """Nothing was published."""
 
     async def close(self) -> None:
         """Close the connections."""

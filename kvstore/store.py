@@ -29,7 +29,7 @@ from base.grants import Grant, Operation
 from base.logs import event
 from base.metrics import StoreMetrics
 from base.uninterrupted import uninterrupted
-from kvstore.directory import Directory
+from kvstore.directory import RedisDirectory
 from kvstore.disk import DiskTier
 from kvstore.pool import HostPool, Record
 from transfer.agent import TransferAgent
@@ -94,7 +94,7 @@ class Store:
     ) -> None:
         """Allocate the pool's memory as a segment of `agent`; raises OSError if there is none."""
         self.block_bytes = block_bytes
-        self._directory: Directory | None = None
+        self._directory: RedisDirectory | None = None
         self._listeners: list[Callable[[Sequence[BlockHash]], None]] = []
         self._agent = agent
         self.pool = pool
@@ -114,7 +114,7 @@ class Store:
         self.num_damaged = 0
         """Blocks in memory that were found not to be what was stored."""
 
-    def join(self, directory: Directory) -> None:
+    def join(self, directory: RedisDirectory) -> None:
         """Publish in `directory` what is held, now and from here on."""
         self._directory = directory
         directory.publish(self.hashes)
