@@ -43,10 +43,13 @@ def chain_to(chain: Sequence[BlockHash]) -> bytes:
 
 
 def chain_from(data: bytes) -> list[BlockHash]:
-    """Return the hashes in `data`; raises ProtocolError if it is not whole hashes, or too many."""
+    """Return the hashes in `data`; raises ProtocolError unless they are whole, each once, and not many."""
     if len(data) % HASH_BYTES or len(data) > MAX_CHAIN_BLOCKS * HASH_BYTES:
         raise ProtocolError(f"a chain of {len(data)} bytes")
-    return [BlockHash(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES)]
+    chain = [BlockHash(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES)]
+    if len(set(chain)) < len(chain):
+        raise ProtocolError("a block is in a chain twice")
+    return chain
 
 
 def member_from_bytes(data: bytes) -> Member:

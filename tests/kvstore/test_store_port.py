@@ -19,7 +19,7 @@ from base.config import (
     TlsConfig,
     TransferConfig,
 )
-from base.errors import CapacityError, LeaseExpiredError
+from base.errors import CapacityError, LeaseExpiredError, ProtocolError
 from base.tls import NODE_NAME
 from kvstore import peer_holds
 from kvstore.context import connected
@@ -138,6 +138,15 @@ async def test_a_peer_holds_so_much_ends_only_its_own_and_all_of_it_runs_out(mon
         assert hosting.store.pool.accounts().in_transfer == 7
         clock.advance(3600.0)
         assert list((await service.Reserve(asked("q"), one)).missing) == [0]
+
+
+async def test_a_chain_with_a_block_twice_is_refused_and_nothing_is_reserved():
+    async with hosted() as hosting:
+        service = StoreService(hosting.store, ManualClock(), lambda: hosting.member)
+        with pytest.raises(ProtocolError, match="twice"):
+            await service.Reserve(pb.ReserveRequest(hashes=b"".join(chain_of("a") * 2)), Caller("10.0.0.1"))
+        assert hosting.store.pool.accounts().in_transfer == 0
+        hosting.store.check()
 
 
 async def test_a_peer_has_so_many_leases(monkeypatch):
