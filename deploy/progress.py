@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.status import Status
 
 from base.clock import Clock
 
@@ -22,7 +21,7 @@ class Progress:
         self._clock = clock
         self._console = Console(stderr=True, highlight=False)
         self._running: dict[str, str] = {}
-        self._status: Status | None = None
+        self._status = self._console.status("")
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Callable[[str], None]]:
@@ -52,12 +51,9 @@ class Progress:
         self._console.print(text, soft_wrap=True)
 
     def _show(self) -> None:
-        if not self._console.is_terminal:
-            return
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-        if self._running:
+        if self._running and self._console.is_terminal:
             under_way = " · ".join(f"{title} {note}".strip() for title, note in self._running.items())
-            self._status = self._console.status(under_way)
+            self._status.update(under_way)
             self._status.start()
+        else:
+            self._status.stop()
