@@ -1,8 +1,8 @@
 """Linear layers whose weights have few bits: which layers have them, and what each device makes of them.
 
 A `QuantizedLinear` stands where the model's `nn.Linear` stood, from loading on. It is cut among ranks and
-stacked with others like it, and at last becomes what multiplies fastest: on a CPU
-`engine/integer_product.py` or `engine/float_product.py`. Until then it computes with the weight written out.
+stacked with others like it, and at last becomes what multiplies fastest: on a CPU a `RoundedLinear` or
+`engine/integer_product.py`. Until then it computes with the weight written out.
 
 The decoder's layers take the format that was asked for, but for those that bear it least. Of four bits, the
 projections to queries, keys and values have 8-bit integers: they are a tenth of the weights, and would bring
@@ -19,10 +19,9 @@ from typing import Self
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from base.errors import ConfigError
-from engine.float_product import RoundedLinear, rounded_rows
 from engine.load_progress import LoadProgress
 from engine.quantized_experts import quantize_experts, require_plain_experts
 from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
@@ -59,6 +58,36 @@ class QuantizedLinear(nn.Module):
         if self.rounds_rows and self.quantized.format is WeightFormat.FP8:
             hidden = rounded_rows(hidden, self.quantized.group)
         return linear(hidden, self.quantized.dequantized(hidden.dtype), self.bias)
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer on a CPU that computes in float32 what a GPU computes in 8-bit floats.
+
+    Rows are rounded as the products of `torch._scaled_mm` take them: to float8_e4m3fn, with a scale for each
+    row, or for each group of inputs where the weight has groups.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.dequantized(), requires_grad=False)
+        self.bias = bias
+        self.rounds_rows = True
+        self._group = weight.group
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.rounds_rows:
+            hidden = rounded_rows(hidden, self._group)
+        return linear(hidden, self.weight, self.bias)
+
+
+def rounded_rows(hidden: torch.Tensor, group: int) -> torch.Tensor:
+    """Return rows as 8-bit floats have them, in their own dtype, with a scale for each `group` of a row."""
+    missing = -hidden.shape[-1] % group
+    padded = pad(hidden.float(), (0, missing))
+    parts = padded.view(*hidden.shape[:-1], padded.shape[-1] // group, group)
+    scales = (parts.abs().amax(-1, keepdim=True) / 448.0).clamp_(min=1e-30)
+    rounded = (parts / scales).to(torch.float8_e4m3fn).float() * scales
+    return rounded.view_as(padded)[..., : hidden.shape[-1]].to(hidden.dtype)
 
 
 @contextmanager

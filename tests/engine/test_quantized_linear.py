@@ -10,10 +10,15 @@ import torch
 from torch import nn
 
 from base.errors import ConfigError
-from engine.float_product import RoundedLinear, rounded_rows
 from engine.integer_product import IntegerLinear
 from engine.kernels.cpu_product import FLUSHED, LARGEST, MOST_THREADS
-from engine.quantized_linear import QuantizedLinear, quantize_linears, use_cpu_products
+from engine.quantized_linear import (
+    QuantizedLinear,
+    RoundedLinear,
+    quantize_linears,
+    rounded_rows,
+    use_cpu_products,
+)
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 from engine.shared_product import SharedSlice
 from engine.tensor_parallel import TensorGroup, cut_model

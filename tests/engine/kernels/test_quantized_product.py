@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from engine import fused_projections
-from engine.float_product import rounded_rows
 from engine.fused_projections import QuantizedProduct, has_block_products
 from engine.kernels import quantized_product
 from engine.kernels.quantized_product import MAX_ROWS, SUMMED, levels_product, written_out
 from engine.kernels.round_rows import ALIGNED, round_groups, round_rows
 from engine.kernels.shared_sums import Tiles, part_counters, room_for_parts
-from engine.quantized_linear import QuantizedLinear
+from engine.quantized_linear import QuantizedLinear, rounded_rows
 from engine.quantized_weight import QuantizedWeight, WeightFormat, block_scales, quantized, widened
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
 
