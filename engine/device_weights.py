@@ -21,7 +21,7 @@ from engine.load_progress import LoadProgress
 from engine.pipeline import layers_of
 from engine.quantized_experts import ExpertWeights
 from engine.quantized_linear import QuantizedLinear
-from engine.shared_product import layers_by_input
+from engine.shared_product import layers_by_input, linears_are_alike
 
 COPIES = 8
 """Modules that are copied at once: each copy from a file waits for its pages."""
@@ -33,7 +33,7 @@ def move_to(module: nn.Module, device: torch.device) -> None:
         device = torch.device("cuda", torch.cuda.current_device())  # threads have their own
     parts = {each: size for each in module.modules() if (size := _bytes_elsewhere(each, device))}
     progress = LoadProgress("weights move", sum(parts.values()))
-    together = [found.layers for found in layers_by_input(module, nn.Linear, _are_alike)]
+    together = [found.layers for found in layers_by_input(module, nn.Linear, linears_are_alike)]
     with ThreadPoolExecutor(COPIES, "weights") as pool:
         moves = {}
         for layers in together:
@@ -126,10 +126,6 @@ def _move_together(layers: list[nn.Linear], device: torch.device) -> None:
         whole = tensors[0].new_empty((sum(sizes), *tensors[0].shape[1:]), device=device)
         for layer, tensor, place in zip(layers, tensors, whole.split(sizes), strict=True):
             setattr(layer, name, nn.Parameter(place.copy_(tensor), requires_grad=False))
-
-
-def _are_alike(layers: list[nn.Linear]) -> bool:
-    return len({(each.in_features, each.bias is None, each.weight.dtype) for each in layers}) == 1
 
 
 def _bytes_elsewhere(part: nn.Module, device: torch.device) -> int:

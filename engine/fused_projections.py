@@ -28,9 +28,9 @@ from engine.kernels.streamed_product import NARROW, has_room_for_loads, is_round
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
-from engine.quantized_linear import QuantizedLinear, stacked_layer
-from engine.quantized_weight import are_alike, block_scales, widened
-from engine.shared_product import SHARED_INPUTS
+from engine.quantized_linear import QuantizedLinear, quantized_are_alike, stacked_layer
+from engine.quantized_weight import block_scales, widened
+from engine.shared_product import layers_by_input, linears_are_alike
 
 WIDE = 100_000
 """Number of columns from which the kernel for few rows beats cuBLAS with more than one row: output heads."""
@@ -208,28 +208,21 @@ class Slice(nn.Module):
         return columns
 
 
-def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = SHARED_INPUTS) -> int:
+@torch.no_grad()
+def fuse_projections(layers: nn.Module) -> None:
     """Replace linear layers inside of `layers` that read the same input by slices of one product.
 
-    Returns how many groups were fused. Other modules than plain and quantised ones stay as they were.
-    """
-    fused = 0
-    wanted = {name for names in groups for name in names}
-    # only modules that have such layers: a list of all would keep each replaced layer's weights until the end
-    for module in [each for each in layers.modules() if wanted & each._modules.keys()]:
-        for names in groups:
-            parts = [module._modules.get(name) for name in names]
-            linears = [part for part in parts if type(part) is nn.Linear]
-            kinds = {(part.in_features, part.bias is None, part.weight.dtype) for part in linears}
-            if len(linears) == len(names) and len(kinds) == 1:
-                _stack(module, names, linears)
-                fused += 1
-            quantized = [part for part in parts if type(part) is QuantizedLinear]
-            if len(quantized) == len(names) and are_alike([part.quantized for part in quantized]):
-                product = QuantizedProduct(stacked_layer(quantized))
-                _put_slices(module, names, product, [part.out_features for part in quantized])
-                fused += 1
-    return fused
+    Other modules than plain and quantised ones stay as they were."""
+    for parent, names, linears in layers_by_input(layers, nn.Linear, linears_are_alike):
+        if len(linears) > 1:
+            weight = nn.Parameter(_joined([each.weight for each in linears]), requires_grad=False)
+            biases: list[torch.Tensor] = [each.bias for each in linears if each.bias is not None]
+            bias = nn.Parameter(_joined(biases), requires_grad=False) if biases else None
+            _put_slices(parent, names, Product(weight, bias), [each.out_features for each in linears])
+    for parent, names, quantized in layers_by_input(layers, QuantizedLinear, quantized_are_alike):
+        if len(quantized) > 1:
+            product = QuantizedProduct(stacked_layer(quantized))
+            _put_slices(parent, names, product, [each.out_features for each in quantized])
 
 
 def use_products(root: nn.Module) -> None:
@@ -240,14 +233,6 @@ def use_products(root: nn.Module) -> None:
                 module._modules[name] = Product(child.weight, child.bias)
             elif type(child) is QuantizedLinear:
                 module._modules[name] = QuantizedProduct(child)
-
-
-@torch.no_grad()
-def _stack(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
-    weight = nn.Parameter(_joined([part.weight for part in parts]), requires_grad=False)
-    biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
-    bias = nn.Parameter(_joined(biases), requires_grad=False) if biases else None
-    _put_slices(module, names, Product(weight, bias), [part.out_features for part in parts])
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

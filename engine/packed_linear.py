@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.load_progress import LoadProgress
-from engine.shared_product import layers_by_input, share_product
+from engine.shared_product import layers_by_input, linears_are_alike, share_product
 
 MIN_WEIGHTS = 1 << 18
 """Smaller layers lose more by the call, some 40 us, than they win."""
@@ -69,8 +69,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def _are_alike(layers: list[nn.Linear]) -> bool:
-    kinds = {(layer.in_features, layer.bias is None) for layer in layers}
-    return len(kinds) == 1 and sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS
+    return linears_are_alike(layers) and sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS
 
 
 def _stacked(layers: list[nn.Linear]) -> PackedLinear:

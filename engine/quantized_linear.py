@@ -162,7 +162,7 @@ def use_cpu_products(model: nn.Module) -> None:
     """Replace every `QuantizedLinear` of a finished model by what computes it on this processor, in place."""
     sizes = [each.quantized.num_bytes for each in model.modules() if type(each) is QuantizedLinear]
     progress = LoadProgress("levels are laid out", sum(sizes))
-    for parent, names, layers in layers_by_input(model, QuantizedLinear, _are_alike):
+    for parent, names, layers in layers_by_input(model, QuantizedLinear, quantized_are_alike):
         if len(layers) > 1:
             product = _cpu_product(stacked_layer(layers))
             share_product(parent, names, product, [layer.out_features for layer in layers])
@@ -171,7 +171,8 @@ def use_cpu_products(model: nn.Module) -> None:
         progress.add(sum(layer.quantized.num_bytes for layer in layers))
 
 
-def _are_alike(layers: list[QuantizedLinear]) -> bool:
+def quantized_are_alike(layers: list[QuantizedLinear]) -> bool:
+    """Return whether `stacked_layer` takes these layers."""
     return are_alike([layer.quantized for layer in layers])
 
 

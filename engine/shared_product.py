@@ -50,6 +50,11 @@ def layers_by_input(
         yield found.popleft()
 
 
+def linears_are_alike(layers: list[nn.Linear]) -> bool:
+    """Return whether the weights and biases of plain layers can be stacked."""
+    return len({(each.in_features, each.bias is None, each.weight.dtype) for each in layers}) == 1
+
+
 class SharedProduct(nn.Module):
     """Layers of one input as one product, computed when the first of them is called with an input.
 
