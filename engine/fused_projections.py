@@ -12,19 +12,19 @@ product would run three times: fuse only what is compiled.
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import torch
 from torch import nn
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
+from engine.kernels.devices import HOPPER, capability
 from engine.kernels.nibble_product import MAX_ROWS as MAX_NIBBLE_ROWS
 from engine.kernels.nibble_product import can_take_nibbles, nibble_product, written_out_nibbles
 from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import levels_product, written_out
 from engine.kernels.round_rows import ALIGNED, round_groups, round_rows
-from engine.kernels.shared_sums import part_counters
-from engine.kernels.streamed_product import NARROW, has_room_for_loads, is_rounded_faster, rounded_product
+from engine.kernels.shared_sums import NARROW, part_counters
+from engine.kernels.streamed_product import has_room_for_loads, is_rounded_faster, rounded_product
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
@@ -97,7 +97,8 @@ class QuantizedProduct(nn.Module):
             zeros = None if weight.zeros is None else weight.zeros.contiguous()
             parts = weight.levels.contiguous(), weight.scales.contiguous(), zeros
             self.group = weight.group
-        blocks = block_scales(weight) if has_block_products(weight.levels.device) else None
+        # torch has products of blocks of 8-bit floats on Hopper alone
+        blocks = block_scales(weight) if capability(weight.levels.device) == HOPPER else None
         if blocks is not None:  # cuBLAS wants the scales of an output's blocks in fours
             blocks = pad(blocks, (0, -blocks.shape[1] % ALIGNED))
         for name, part in zip(("levels", "scales", "zeros", "blocks"), (*parts, blocks), strict=True):
@@ -173,12 +174,6 @@ def quantized_product(
 def most_rows(device: torch.device, most: int) -> int:
     """Return the number of rows up to which kernels multiply by levels, of `most` that they take."""
     return most if has_room_for_loads(device) else MAX_READ_ROWS
-
-
-@cache
-def has_block_products(device: torch.device) -> bool:
-    """Return whether torch has a product of blocks of 8-bit floats on a device: on Hopper alone."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def block_product(rows: torch.Tensor, levels: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+from engine.kernels.devices import HOPPER, capability
 from engine.kernels.expert_scales import ExpertScales
 from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
 from engine.kernels.many_pairs import Tally, added_up, gated, ordered_pairs
@@ -32,9 +33,6 @@ from engine.tensor_parallel import ExpertShare
 
 EXPERTS_NAME = "conductor_experts"
 """Name of our experts in a model's configuration."""
-
-HOPPER = 9
-"""Major number of the GPUs whose grouped product of 8-bit floats torch has."""
 
 
 def use_experts(model: PreTrainedModel) -> bool:
@@ -124,15 +122,15 @@ def experts(
 
 
 def _can_be_many(gate_up: torch.Tensor, scales: ExpertScales | None) -> bool:
-    """Return whether torch's grouped product takes experts: floats, or on Hopper fp8 without groups."""
+    """Return whether torch's grouped product takes experts: floats, or on Hopper alone fp8 without groups."""
     if scales is None:
         return True
     has_groups = max(each.shape[-1] for each in scales[:2]) > 1
     # its rows are 16 bytes at a time, of the inner width too
     is_odd = gate_up.shape[1] % 32 or gate_up.shape[2] % 16
-    if has_groups or is_odd or not gate_up.is_cuda or gate_up.dtype != torch.float8_e4m3fn:
+    if has_groups or is_odd or gate_up.dtype != torch.float8_e4m3fn:
         return False
-    return torch.cuda.get_device_capability(gate_up.device)[0] == HOPPER
+    return capability(gate_up.device) == HOPPER
 
 
 def _many(

@@ -20,13 +20,10 @@ from transformers import FineGrainedFP8Config
 from base.errors import ConfigError
 from engine.layer_patterns import LayerNames, patterns_of
 from engine.quantized_weight import FORMATS as LEVELS
-from engine.quantized_weight import GROUP, QuantizedWeight, WeightFormat, packed
+from engine.quantized_weight import GROUPS, QuantizedWeight, WeightFormat, packed
 
 Tensors = Mapping[str, torch.Tensor]
 """The tensors of one layer, by the last part of their names."""
-
-GROUPS = (GROUP // 4, GROUP // 2, GROUP)
-"""Numbers of inputs that may share a scale, beside all of them."""
 
 LARGEST_LEVEL = 448.0
 """The largest level of any format, of e4m3."""

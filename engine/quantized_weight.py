@@ -17,6 +17,9 @@ from enum import Enum
 
 import torch
 
+GROUPS = (32, 64, 128)
+"""Numbers of inputs that may share a scale, beside all of them."""
+
 GROUP = 128
 """Inputs that share a scale of four bits, where they divide by it, of a weight that is rounded here."""
 

@@ -22,11 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.devices import HOPPER, capability
+
 
 @cache
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Return the launch options, by name, of a kernel that takes `OVERLAPS`."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    if capability(device) < HOPPER:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}
 

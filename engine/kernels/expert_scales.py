@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 
 from engine.kernels.nibble_product import _scale_and_zero
+from engine.quantized_weight import GROUPS
 
 LEVELS = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 """Dtypes of levels; of the last, two lie in each."""
-
-GROUPS = (32, 64, 128)
-"""Numbers of inputs that may share a scale, beside all of them."""
 
 
 class ExpertScales(NamedTuple):

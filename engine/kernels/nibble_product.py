@@ -25,14 +25,13 @@ One row takes as long as eight: multiplying it where the levels are unpacked, wi
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
-from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts, shared_parts
+from engine.kernels.devices import HOPPER, NATIVE, capability
+from engine.kernels.shared_sums import NARROW, PART_TILES, Tiles, _store_shared, room_for_parts, shared_parts
 from engine.nibbles import Nibbles
 
 MAX_ROWS = 256
@@ -40,12 +39,6 @@ MAX_ROWS = 256
 
 SUMMED = 64
 """Number of rows up to which sums are multiplied by the scales, and not the weight."""
-
-NARROW = 8192
-"""Outputs up to which too few programs would be busy, each with all inputs."""
-
-NATIVE = tl.constexpr(torch.cuda.is_available())
-"""Whether kernels run on a GPU, in whose instructions a part of them is."""
 
 _HALVES = """
 {{
@@ -67,12 +60,11 @@ BFLOAT_HALVES = tl.constexpr(_HALVES.format(base="0x43434343", kind="bf16x2"))
 FLOAT_HALVES = tl.constexpr(_HALVES.format(base="0x64646464", kind="f16x2"))
 
 
-@cache
 def can_take_nibbles(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels take rows of a dtype on a device: GPUs subtract bfloat16 from Hopper on."""
     if device.type != "cuda" or dtype == torch.float16:
         return True
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
+    return dtype == torch.bfloat16 and capability(device) >= HOPPER
 
 
 def nibble_tiles(num_rows: int, out_features: int) -> Tiles:

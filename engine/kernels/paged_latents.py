@@ -26,6 +26,7 @@ from engine.kernels.decode_parts import (
     count_parts,
     decode_parts,
 )
+from engine.kernels.devices import shared_memory_bytes
 from engine.kernels.key_parts import (
     LEAST_KEYS,
     _part_of_keys,
@@ -37,7 +38,6 @@ from engine.kernels.key_parts import (
 )
 from engine.kernels.paged_decode import LOG2_E, join_pieces
 from engine.kernels.paged_prefill import _chunk_of_tile
-from engine.kernels.shared_memory import shared_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ Levels of four bits have a kernel of their own (`nibble_product.py`).
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
-from engine.kernels.shared_sums import PART_TILES, Tiles, _store_shared, room_for_parts, shared_parts
+from engine.kernels.devices import HOPPER, NATIVE, capability
+from engine.kernels.shared_sums import NARROW, PART_TILES, Tiles, _store_shared, room_for_parts, shared_parts
+from engine.quantized_weight import GROUPS
 
 MAX_ROWS = 256
 """Number of rows that the kernels take, and up to which they are faster than to write the weight out."""
@@ -52,15 +52,9 @@ FEW = 16
 With the weight on the left a product by 8-bit floats in groups took 0.99 to 1.13 of the time for 8 and 16
 rows, and by int8 0.93 to 0.95 for 8 rows and 1.06 to 1.10 for 16 (one H100)."""
 
-NARROW = 8192
-"""Outputs up to which too few programs would be busy, each with all inputs."""
-
 WRITTEN = 4096
 """Numbers of a weight that a program writes out."""
 
-
-NATIVE = tl.constexpr(torch.cuda.is_available())
-"""Whether kernels run on a GPU, in whose instructions a part of them is."""
 
 BYTES = tl.constexpr("""
 {
@@ -77,12 +71,6 @@ sub.rn.bf16x2 $1, $1, high;
 """)
 """Four whole numbers of 8 bits as bfloat16. Behind the byte 0x43 the lower seven bits are 128 more than they
 are, and the sign alone is 128 or 256, which is taken off: exact, and a third of what converting takes."""
-
-
-@cache
-def subtracts_bfloat16(device: torch.device) -> bool:
-    """Return whether a device has an instruction that subtracts bfloat16: GPUs from Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def quantized_tiles(num_rows: int, out_features: int, row_bytes: int = 2) -> Tiles:
@@ -141,7 +129,8 @@ def levels_product(
     if tiles.rows:
         _row_tile[(num_tiles, parts, row_tiles)](
             *sides, output, partial, counters, *sizes, ROWS=tiles.rows, EVEN=in_features % step == 0,
-            BITS=rows.dtype == torch.bfloat16 and subtracts_bfloat16(rows.device),
+            # GPUs subtract bfloat16 from Hopper on.
+            BITS=rows.dtype == torch.bfloat16 and capability(rows.device) >= HOPPER,
             SUMS=num_rows <= SUMMED, **shared,
         )  # fmt: skip
     else:
@@ -179,7 +168,7 @@ def _require_weight(
     if not all(part.is_contiguous() for part in parts):
         raise ValueError("levels, scales and zeros must be contiguous")
     num_groups = scales.shape[1]
-    if num_groups > 1 and (group not in (32, 64, 128) or triton.cdiv(in_features, group) != num_groups):
+    if num_groups > 1 and (group not in GROUPS or triton.cdiv(in_features, group) != num_groups):
         raise ValueError(f"{num_groups} groups of {group} of {in_features} inputs: they have 32, 64 or 128")
 
 

@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+NARROW = 8192
+"""Outputs of a weight up to which too few programs would be busy, each with all inputs."""
+
 PART_TILES = 512
 """Tiles of a product, at most, whose inputs are shared out: each has a counter."""
 

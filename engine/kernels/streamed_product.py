@@ -25,11 +25,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
-from engine.kernels.shared_memory import shared_memory_bytes
-from engine.kernels.shared_sums import Tiles, _store_shared, room_for_parts, shared_parts
-
-NARROW = 8192
-"""Number of outputs of a narrow weight, at most."""
+from engine.kernels.devices import shared_memory_bytes
+from engine.kernels.shared_sums import NARROW, Tiles, _store_shared, room_for_parts, shared_parts
 
 MAX_ROWS, MAX_ROWS_OF_WIDE = 128, 64
 """Numbers of 8-bit rows up to which the kernel is the faster one: with narrow weights, and with others."""

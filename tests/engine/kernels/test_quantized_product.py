@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine import fused_projections
-from engine.fused_projections import QuantizedProduct, has_block_products
+from engine.fused_projections import QuantizedProduct
 from engine.kernels import quantized_product
+from engine.kernels.devices import HOPPER, capability
 from engine.kernels.quantized_product import MAX_ROWS, SUMMED, levels_product, written_out
 from engine.kernels.round_rows import ALIGNED, round_groups, round_rows
 from engine.kernels.shared_sums import Tiles, part_counters, room_for_parts
@@ -195,7 +196,7 @@ def test_rows_of_another_dtype_than_bfloat16_are_not_multiplied_by_blocks() -> N
     assert relative_error(output, rows @ weight.dequantized().t()) < tolerance(torch.float32)
 
 
-@pytest.mark.skipif(not has_block_products(torch.device(DEVICE)), reason="needs a Hopper GPU")
+@pytest.mark.skipif(capability(torch.device(DEVICE)) != HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("num_rows", [17, 33, 128, 777])
 @pytest.mark.parametrize("in_features", [384, 512])
 def test_rows_are_multiplied_by_blocks(num_rows: int, in_features: int) -> None:

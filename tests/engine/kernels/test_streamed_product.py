@@ -5,8 +5,8 @@ import torch
 
 from engine.fused_projections import product, quantized_product
 from engine.kernels.round_rows import round_rows
-from engine.kernels.shared_sums import part_counters
-from engine.kernels.streamed_product import MAX_ROWS, NARROW, is_rounded_faster, rounded_product
+from engine.kernels.shared_sums import NARROW, part_counters
+from engine.kernels.streamed_product import MAX_ROWS, is_rounded_faster, rounded_product
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
 
