@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface
 
 from engine.kernels.devices import HOPPER, capability
 from engine.kernels.expert_scales import ExpertScales
@@ -48,9 +48,8 @@ def use_experts(model: PreTrainedModel) -> bool:
         module.gate_up_proj.use_kernels()
         module.down_proj.use_kernels()
     in_kernels = all(map(is_plain, experts))
-    if experts:
-        ExpertsInterface.register(EXPERTS_NAME, _experts)
     if experts and in_kernels:
+        ExpertsInterface.register(EXPERTS_NAME, _experts)
         model.set_experts_implementation(EXPERTS_NAME)
     if in_kernels:
         for module in [*experts, *quantized]:
@@ -70,9 +69,6 @@ def _experts(
     module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute transformers' experts; the names of the arguments are transformers'."""
-    if not is_plain(module):
-        other: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, top_k_index, top_k_weights)
-        return other
     weights = [module.gate_up_proj, module.down_proj]
     output: torch.Tensor = experts(
         hidden, weights, 0, top_k_index, top_k_weights, module.choices, module.slots
