@@ -7,6 +7,8 @@ the family whose code that is; code that comes with a model is never run.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +41,13 @@ def model_config(path: Path) -> PreTrainedConfig:
             f"{path}: config.json: model_type {name!r:.100} is Python code that comes with the model "
             f"(auto_map), which is not run; of such families {known} can be served"
         )
-    try:
+    with loading(f"{path}: config.json"):
         family = SAME_FAMILY.get(table.get("model_type", ""))
         if family is not None:
             own = {key: value for key, value in table.items() if key not in ("model_type", "auto_map")}
             config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(own)
         else:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: config.json: {first_line(error)}") from error
     _require_choice(path, config.get_text_config())
     return config
 
@@ -70,6 +70,15 @@ def _require_choice(path: Path, config: Any) -> None:
             f"{path}: config.json: num_experts_per_tok is {chosen}, and {taken} groups have "
             f"{taken * (count // groups)} experts"
         )
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Raise ConfigError, in one line, where transformers cannot read `what` in the body."""
+    try:
+        yield
+    except LOAD_ERRORS as error:
+        raise ConfigError(f"{what}: {first_line(error)}") from error
 
 
 def first_line(error: Exception) -> str:

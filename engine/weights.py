@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
 from engine.layer_patterns import require_quick
-from engine.model_config import LOAD_ERRORS, first_line, model_config
+from engine.model_config import first_line, loading, model_config
 from engine.model_store import SAME_FAMILY, config_table
 from engine.published_weights import published_format
 from engine.stored_experts import WHOLE, Part
@@ -61,20 +61,17 @@ def load_model(path: Path, dtype: torch.dtype, part: Part = WHOLE) -> PreTrained
 
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
-    try:
-        with ONE_AT_A_TIME, _reported_mismatch():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=_config(path, part),
-                dtype=dtype,
-                attn_implementation="eager",
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
+    with loading(f"{path}: the model cannot be loaded"), ONE_AT_A_TIME, _reported_mismatch():
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=_config(path, part),
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     # transformers fills what is missing with random numbers and warns.
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
@@ -132,15 +129,13 @@ def tokens_of(path: Path, text: str) -> list[int]:
     """Return the tokens of a text, by the tokenizer in a prepared folder; none: it has no tokenizer."""
     if not (path / "tokenizer.json").is_file():
         return []
-    try:
+    with loading(f"{path}: the tokenizer cannot be loaded"):
         if config_table(path).get("model_type") in SAME_FAMILY:
             # By its name transformers would look for code in the folder.
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
         else:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         token_ids: list[int] = tokenizer(text)["input_ids"]
-    except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
     return token_ids
 
 
@@ -151,13 +146,8 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     them where no checkpoint is to be had.
 
     Raises ConfigError if the configuration is missing or of no known family, in one line."""
-    try:
-        config = model_config(path)
-        with ONE_AT_A_TIME:
-            model = _drawn(config, dtype, device)
-    except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: no model can be made: {first_line(error)}") from error
-    return model.eval()
+    with loading(f"{path}: no model can be made"), ONE_AT_A_TIME:
+        return _drawn(model_config(path), dtype, device).eval()
 
 
 def _drawn(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -176,7 +166,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF file to `folder`, in float32 safetensors.
 
     Raises ConfigError if the file is not a GGUF file that transformers can read."""
-    try:
+    with loading(f"{gguf}: the GGUF file cannot be read"):
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
@@ -185,18 +175,14 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             local_files_only=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    except LOAD_ERRORS as error:
-        raise ConfigError(f"{gguf}: the GGUF file cannot be read: {first_line(error)}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def require_known(path: Path) -> None:
     """Raise ConfigError if a folder's model cannot be served, as far as is seen without reading a weight."""
-    try:
+    with loading(f"{path}: the model cannot be loaded"):
         _config(path, WHOLE)
-    except LOAD_ERRORS as error:
-        raise ConfigError(f"{path}: the model cannot be loaded: {first_line(error)}") from error
 
 
 if __name__ == "__main__":
