@@ -118,7 +118,7 @@ def _converted(
     model_id = f"{digest[:32]}-{CONVERSION}"
     folder = cache_dir / "models" / model_id
     if not folder.is_dir():
-        with _locked(cache_dir), tempfile.TemporaryDirectory(dir=cache_dir) as work:
+        with locked(cache_dir / "lock"), tempfile.TemporaryDirectory(dir=cache_dir) as work:
             # Whoever held the lock may have made it.
             if not folder.is_dir():
                 draft = Path(work) / "model"
@@ -144,10 +144,16 @@ def _read_by_itself(*paths: str) -> None:
 
 
 @contextmanager
-def _locked(cache_dir: Path) -> Iterator[None]:
-    """Hold the cache's lock; it ends with the process, however that ends."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / "lock").open("w") as lock:
+def locked(file: Path) -> Iterator[None]:
+    """Hold the lock of what is to be written beside `file`; it ends with the process, however that ends.
+
+    Raises ConfigError if nothing can be written there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.open("w")
+    except OSError as error:
+        raise ConfigError(f"cache_dir: {error}") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

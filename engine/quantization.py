@@ -21,10 +21,11 @@ from base.logs import event
 from engine.calibration import TEXT, quantize_for_text
 from engine.device_weights import visiting
 from engine.model import PagedModel, first_run
+from engine.model_store import locked
 from engine.quantized_experts import QuantizedExperts
 from engine.quantized_linear import QuantizedLinear, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
-from engine.rounded_checkpoint import rounded_name, source_logits, the_only_writer, write_rounded
+from engine.rounded_checkpoint import rounded_name, source_logits, write_rounded
 from engine.self_check import checked_tokens, relative_error, require_numbers
 from engine.stored_experts import WHOLE, Part
 from engine.weights import load_model, random_model, tokens_of
@@ -101,7 +102,7 @@ def load_weights(
         return _rounded(folder, weight_format, dtype, device)
     kept = rounded.with_name(rounded_name(rounded.name, weight_format, dtype))
     if not kept.is_dir():
-        with the_only_writer(kept):
+        with locked(kept.with_name(f"{kept.name}.lock")):
             # Whoever held the lock may have written it.
             if not kept.is_dir():
                 made = _rounded(folder, weight_format, dtype, device)

@@ -10,13 +10,10 @@ Beside it lie the logits of the floats for some tokens, so that each start state
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -42,21 +39,6 @@ def rounded_name(model_id: str, weight_format: WeightFormat, dtype: torch.dtype)
     """Return the name of the folder that has a model's weights in a format."""
     text = hashlib.sha256(TEXT.read_bytes()).hexdigest()[:8]
     return f"{model_id}-{weight_format.value}-{str(dtype).removeprefix('torch.')}-{ROUNDING}-{text}"
-
-
-@contextmanager
-def the_only_writer(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is to be written; it ends with the process, however that ends.
-
-    Raises ConfigError if nothing can be written there."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = folder.with_name(f"{folder.name}.lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"cache_dir: {error}") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def write_rounded(module: PreTrainedModel, logits: torch.Tensor | None, folder: Path) -> bool:
