@@ -73,7 +73,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # Fetched and converted once, so that no start and no test has to.
 $(VENV)/.model: $(VENV)/.installed
-	@$(BIN)/python -m engine.prepare smollm2 --cache-dir "$(CACHE)" > $@
+	@$(BIN)/python -m engine.model_store smollm2 --cache-dir "$(CACHE)" > $@
 
 # Generated code and the API reference are committed, and a test compares: who only runs needs no compiler.
 protos: $(VENV)/.installed

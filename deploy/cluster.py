@@ -53,7 +53,7 @@ PACKAGES = str(Path(__file__).resolve().parent.parent)
 class Programs:
     """The commands of each kind of process; tests put others here."""
 
-    prepare: tuple[str, ...] = (sys.executable, "-m", "engine.prepare")
+    prepare: tuple[str, ...] = (sys.executable, "-m", "engine.model_store")
     conductor: tuple[str, ...] = (sys.executable, "-m", "conductor")
     node: tuple[str, ...] = (sys.executable, "-m", "node.process")
 

@@ -9,12 +9,17 @@ its source. Such a folder appears by a rename and never changes, so whoever sees
 A model's id is the digest of its files, or of the file that it was converted from: two nodes that agree on it
 have the same weights, whatever they call them.
 
+`python -m engine.model_store REFERENCE` prints folder, id and name as JSON. Progress goes to standard error;
+where there is no such model, so does the reason, and the exit status is 1.
+
 Nothing here imports torch, so that finding a model that is ready takes no time; what needs it, reading a GGUF
 file, is a process of its own (`engine/weights.py`).
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -26,7 +31,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +77,7 @@ CHECKED_FIRST_BYTES = 4 << 30
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PreparedModel:
     """A model that `engine.weights.load_model` loads."""
 
@@ -300,3 +304,25 @@ def _file_digest(path: Path) -> str:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no reason given"])[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.model_store")
+    parser.add_argument("reference", help=f"a folder, a .gguf file, a hub name or {SMOLLM2}")
+    parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))
+    arguments = parser.parse_args()
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    try:
+        prepared = prepare(arguments.reference, arguments.cache_dir, say)
+    except ConfigError as error:
+        say(str(error))
+        return 1
+    sys.stdout.write(json.dumps(dataclasses.asdict(prepared)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -253,7 +253,14 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path, rest: bytes) -> None:
 @pytest.mark.full
 def test_two_processes_that_prepare_one_gguf_file_get_one_whole_folder(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "tiny.gguf")
-    command = [sys.executable, "-m", "engine.prepare", str(source), "--cache-dir", str(tmp_path / "cache")]
+    command = [
+        sys.executable,
+        "-m",
+        "engine.model_store",
+        str(source),
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     outputs = [process.communicate(timeout=100) for process in processes]
     prepared = [json.loads(stdout) for stdout, _ in outputs]
@@ -266,7 +273,14 @@ def test_two_processes_that_prepare_one_gguf_file_get_one_whole_folder(tmp_path:
 
 
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "engine.prepare", str(tmp_path), "--cache-dir", str(tmp_path / "cache")]
+    command = [
+        sys.executable,
+        "-m",
+        "engine.model_store",
+        str(tmp_path),
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 1
     assert finished.stdout == ""
