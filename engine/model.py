@@ -144,16 +144,11 @@ class PagedModel:
         self.shape = replace(self.shape, num_layers=len(layers))
         self._stage = stage
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether `forward` returns logits, as that of the last stage does."""
-        return self._stage is None or self._stage.is_last
-
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         """Compute a batch, write its KV, and return the wanted logits [num_sampling, vocab_size].
 
-        Every stage of a pipeline calls this, in the same order of batches.
+        Every stage of a pipeline calls this, in the same order of batches; only the last has logits.
         """
         token_ids, positions = (row.long()[None] for row in (batch.views.token_ids, batch.views.positions))
         return self._run(token_ids, positions, batch.logit_rows, paged_attention(batch, cache))

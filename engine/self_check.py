@@ -8,7 +8,7 @@ as they will compute requests': they may be wrong on one card alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -45,6 +45,9 @@ KERNEL_TOLERANCE = 0.7
 They round elsewhere than eager attention, and a token may take another expert then. Random weights of
 Llama-3.1-8B make 0.09; what has nothing to do with the family's logits makes 1 or more."""
 
+LogitsOf = Callable[[StepPlan], torch.Tensor]
+"""Computes a step and returns the logits of its entries, in their order; a stage before the last has none."""
+
 
 def eager_logits(model: PagedModel) -> torch.Tensor:
     """Return what `require_faithful` compares with, of a model that is not cut into stages yet.
@@ -62,13 +65,19 @@ def require_numbers(logits: torch.Tensor) -> None:
         raise ConfigError("the model's logits are no numbers: its weights or its config.json are damaged")
 
 
-def require_faithful(model: PagedModel, layout: KvLayout, expected: torch.Tensor | None = None) -> float:
+def require_faithful(model: PagedModel, layout: KvLayout, expected: torch.Tensor) -> float:
     """Return how far our logits are from those of eager attention, as a share of their size.
 
     Each stage of a pipeline calls this with what `eager_logits` gave before the cut; the last compares.
 
     Raises ConfigError, naming the family, unless rounding alone explains it."""
-    error = _relative_error(model, layout, eager_logits(model) if expected is None else expected)
+    cache = PagedCache(layout, checked_blocks(layout), model.device)
+
+    def logits_of(plan: StepPlan) -> torch.Tensor:
+        return model.forward(build_batch(plan, layout.block_size, model.device), cache)
+
+    with unrounded_rows(model.module):
+        error = _largest_error(model, layout, expected, logits_of, counts=(1,))
     if not error <= _tolerance(model, layout):  # NaN is a failure
         raise ConfigError(
             f"model family {model.family!r} cannot be served: its logits over the paged cache are off by "
@@ -82,7 +91,7 @@ def require_right_kernels(
     model: PagedModel,
     layout: KvLayout,
     expected: torch.Tensor,
-    logits_of: Callable[[StepPlan], torch.Tensor],
+    logits_of: LogitsOf,
     max_batch: int,
 ) -> float:
     """Return how far the logits of a GPU's steps are from eager ones, as a share of their size.
@@ -91,27 +100,11 @@ def require_right_kernels(
 
     Args:
         expected: As `eager_logits` gave them.
-        logits_of: Computes a step and returns the logits of its entries, in their order. It overwrites the
-            first `checked_blocks` of the cache.
+        logits_of: Overwrites the first `checked_blocks` of the cache.
         max_batch: Sequences in a step at most.
 
     Raises ConfigError unless rounding explains it."""
-    token_ids = checked_tokens(model.vocab_size)
-    stride = 2 * layout.num_blocks(len(token_ids))
-    sequences = [_sequence(token_ids) for _ in range(2)]
-    tables = [tuple(range(stride - 2 + which, -1, -2)) for which in range(2)]
-    errors: list[float] = []
-    counts = (1, 2) if max_batch > 1 else (1,)
-    ends = [sum(CHECKED_CHUNKS[: index + 1]) for index in range(len(CHECKED_CHUNKS))]
-    steps = [(size, end, count) for size, end in zip(CHECKED_CHUNKS, ends, strict=True) for count in counts]
-    for size, end, count in steps:
-        entries = tuple(
-            StepEntry(sequence, end - size, size, table, samples=True)
-            for sequence, table in zip(sequences[:count], tables, strict=False)
-        )
-        for logits in logits_of(StepPlan(entries, num_single=count * (size == 1))):
-            errors.append(relative_error(logits, expected[end - 1]))
-    error = _worst(errors)
+    error = _largest_error(model, layout, expected, logits_of, counts=(1, 2)[:max_batch])
     tolerance = _tolerance(model, layout)
     if model.dtype != torch.float32 or model.quantization.format != "none":
         tolerance = max(tolerance, KERNEL_TOLERANCE)
@@ -134,11 +127,6 @@ def _tolerance(model: PagedModel, layout: KvLayout) -> float:
     return tolerance if model.quantization.format == "none" else max(tolerance, LEVEL_TOLERANCE)
 
 
-def _sequence(token_ids: list[int]) -> Sequence:
-    request_id, params = RequestId("self-check"), SamplingParams()
-    return Sequence(request_id, token_ids, len(token_ids), BlockHash(b""), params, StopParams(1))
-
-
 def checked_tokens(vocab_size: int) -> list[int]:
     """Return the tokens whose logits are compared."""
     return [(7919 * (index + 1)) % vocab_size for index in range(sum(CHECKED_CHUNKS))]
@@ -149,26 +137,22 @@ def relative_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((logits.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def _relative_error(model: PagedModel, layout: KvLayout, expected: torch.Tensor) -> float:
-    token_ids = checked_tokens(model.vocab_size)
-    num_tokens = len(token_ids)
-    num_blocks = layout.num_blocks(num_tokens)
-    cache = PagedCache(layout, 2 * num_blocks, model.device)
-    block_table = tuple(range(2 * num_blocks - 1, 0, -2))
-    sequence = _sequence(token_ids)
-    errors: list[float] = []
-    start = 0
+def _largest_error(
+    model: PagedModel, layout: KvLayout, expected: torch.Tensor, logits_of: LogitsOf, counts: Iterable[int]
+) -> float:
+    """Return the largest relative error of the steps, each of so many sequences; NaN if one is."""
+    token_ids, num_blocks = checked_tokens(model.vocab_size), checked_blocks(layout)
+    sequence = Sequence(
+        RequestId("self-check"), token_ids, len(token_ids), BlockHash(b""), SamplingParams(), StopParams(1)
+    )
+    tables = [tuple(range(num_blocks - 2 + which, -1, -2)) for which in range(2)]
+    errors, end = [0.0], 0
     for size in CHECKED_CHUNKS:
-        entry = StepEntry(sequence, start, size, block_table, samples=True)
-        plan = StepPlan((entry,), num_single=int(size == 1))
-        start += size
-        with unrounded_rows(model.module):
-            logits = model.forward(build_batch(plan, layout.block_size, model.device), cache)
-        if model.has_logits:
-            errors.append(relative_error(logits[0], expected[start - 1]))
-    return _worst(errors)
-
-
-def _worst(errors: list[float]) -> float:
-    """Return the largest error, NaN if one is; 0 if there are none."""
-    return float(torch.tensor([0.0, *errors], dtype=torch.float64).max())
+        end += size
+        for count in counts:
+            entries = tuple(
+                StepEntry(sequence, end - size, size, table, samples=True) for table in tables[:count]
+            )
+            found = logits_of(StepPlan(entries, num_single=count * (size == 1)))
+            errors += [relative_error(logits, expected[end - 1]) for logits in found]
+    return float(torch.tensor(errors, dtype=torch.float64).max())

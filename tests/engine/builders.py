@@ -18,7 +18,7 @@ from engine.paged_cache import PagedCache
 from engine.runner import Runner
 from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
-from engine.self_check import require_faithful
+from engine.self_check import eager_logits, require_faithful
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
 
@@ -54,7 +54,7 @@ def make_model(model: PreTrainedModel) -> PagedModel:
     """Wrap a model as `build_engine` does, self-check included."""
     paged = PagedModel(model)
     shape = paged.shape
-    require_faithful(paged, replace(shape, block_size=16))
+    require_faithful(paged, replace(shape, block_size=16), eager_logits(paged))
     return paged
 
 

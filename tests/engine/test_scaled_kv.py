@@ -10,7 +10,7 @@ from engine.batch import build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.scaled_kv import scaled_layout
-from engine.self_check import require_faithful
+from engine.self_check import eager_logits, require_faithful
 from engine.step import StepEntry, StepPlan
 from tests.engine.builders import make_sequence
 from tests.engine.test_families import FAMILIES, random_model
@@ -44,7 +44,9 @@ def test_a_block_has_the_same_first_layer_whatever_chunks_wrote_it() -> None:
 def test_the_error_is_small_and_returned(family: str) -> None:
     paged = PagedModel(random_model(family, **FAMILIES[family]))
     layout = replace(paged.shape, block_size=16)
-    assert require_faithful(paged, layout) < 1e-4 < require_faithful(paged, scaled_layout(layout)) < 0.3
+    expected = eager_logits(paged)
+    assert require_faithful(paged, layout, expected) < 1e-4
+    assert 1e-4 < require_faithful(paged, scaled_layout(layout), expected) < 0.3
 
 
 def test_half_the_bytes_and_a_little() -> None:
