@@ -25,7 +25,7 @@ from engine.kernels.paged_latents import decode_latents, prefill_latents
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.write_kv import write_kv
 from engine.kernels.write_rows import write_rows
-from engine.latent_attention import LatentHeads, heads_of, require_plain, values_of
+from engine.latent_attention import LatentHeads, absorbed_query, heads_of, require_plain, values_of
 from engine.long_chunks import (
     MAX_LONG_CHUNKS,
     LongChunk,
@@ -353,13 +353,13 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
     if not all_rows:
         tables = torch.cat([views.single_tables, views.chunk_tables])
         lens = torch.cat([views.single_lens, views.chunk_lens])
-        mixed = decode_latents(*_absorbed(query, weight, nope_dim), layer, tables, lens, scale)
+        mixed = decode_latents(*absorbed_query(query, weight, nope_dim), layer, tables, lens, scale)
         return values_of(mixed, weight, nope_dim).contiguous()
     output = query.new_empty((*query.shape[:2], weight.shape[1] - nope_dim))
     is_long = bool(chunks) and can_attend(query, output.shape[2])
     absorbed = slice(0, shape.num_single if is_long else None)
     if not is_long or shape.num_single:
-        rows_query = _absorbed(query[absorbed], weight, nope_dim)
+        rows_query = absorbed_query(query[absorbed], weight, nope_dim)
         mixed = torch.empty(rows_query[0].shape, dtype=query.dtype, device=query.device)
         singles = slice(0, shape.num_single)
         if shape.num_single:
@@ -375,12 +375,6 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
         seen = seen_latents(layer, weight, nope_dim, views.chunk_lens)
         output[rows] = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
     return output
-
-
-def _absorbed(query: torch.Tensor, weight: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the halves of queries for latents and for rotary keys."""
-    latent = torch.bmm(query[..., :nope_dim].transpose(0, 1), weight[:, :nope_dim])
-    return latent.transpose(0, 1), query[..., nope_dim:]
 
 
 def _read(

@@ -91,15 +91,17 @@ def heads_of(module: nn.Module) -> LatentHeads | None:
     return heads if isinstance(heads, LatentHeads) else None
 
 
-def absorbed_query(query: torch.Tensor, weight: torch.Tensor, nope_dim: int) -> torch.Tensor:
-    """Return queries as the cache's rows are, [num_tokens, num_heads, rank + rotary_dim].
+def absorbed_query(
+    query: torch.Tensor, weight: torch.Tensor, nope_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries for latents and for rotary keys, [num_tokens, num_heads, rank] and [..., rotary_dim].
 
     Args:
         query: [num_tokens, num_heads, nope_dim + rotary_dim]
         weight: [num_heads, nope_dim + value_dim, rank]
     """
-    latent = torch.bmm(query[..., :nope_dim].transpose(0, 1), weight[:, :nope_dim]).transpose(0, 1)
-    return torch.cat([latent, query[..., nope_dim:]], dim=-1)
+    latent = torch.bmm(query[..., :nope_dim].transpose(0, 1), weight[:, :nope_dim])
+    return latent.transpose(0, 1), query[..., nope_dim:]
 
 
 def values_of(mixed: torch.Tensor, weight: torch.Tensor, nope_dim: int) -> torch.Tensor:
@@ -138,7 +140,7 @@ def latent_decode(
         groups, rule: as for `attention.py : paged_decode_attention`.
     """
     weight = heads.weight
-    rows = absorbed_query(query, weight, heads.nope_dim)[:, None]
+    rows = torch.cat(absorbed_query(query, weight, heads.nope_dim), dim=-1)[:, None]
     mixed = rows.new_empty(len(rows), rows.shape[2], weight.shape[2])
     for group in groups:
         latent, rotary = (group.gathered(field) for field in layer)
