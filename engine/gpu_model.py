@@ -21,7 +21,7 @@ from engine.kernels.decode_parts import PartCounts, count_parts, decode_parts
 from engine.kernels.paged_decode import decode_programs
 from engine.kernels.paged_latents import DECODE_PROGRAMS, head_groups
 from engine.kernels.step_inputs import step_inputs
-from engine.last_layer import LastLayer, can_be_cut, dropping_result
+from engine.last_layer import can_be_cut, dropping_result, of_wanted_rows
 from engine.latent_attention import heads_of
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import make_plans
@@ -74,7 +74,8 @@ class GpuModel:
             compile_layers(layers)
             compile_around(model.base_model)
         if self._cuts_last_layer:
-            layers[-1].forward = LastLayer(layers[-1], compiled(keep_kv) if is_compiled else keep_kv)
+            keep_kv = compiled(keep_kv) if is_compiled else keep_kv
+            layers[-1].forward = of_wanted_rows(layers[-1].forward, keep_kv)
         self.hooks = LayerHooks(layers, layer_groups)
         self.device: torch.device = model.device
         self.row_states = torch.empty(0)

@@ -24,26 +24,25 @@ from engine.gpu_attention import StepCall, StepPart, chunks_of
 Forward = Callable[..., Any]
 
 
-class LastLayer:
-    """Takes the place of `forward` of a model's last layer."""
+def of_wanted_rows(run: Forward, keep_kv: Forward) -> Forward:
+    """Return what takes the place of a last layer's `forward`.
 
-    def __init__(self, layer: nn.Module, keep_kv: Forward) -> None:
-        """Run wanted rows by the layer's present `forward`, and the others by `keep_kv`, without a result."""
-        self._run: Forward = layer.forward
-        self._keep_kv = keep_kv
+    `run`, the present one, makes the wanted rows, [1, num_rows, hidden_size]; in a step of decoding, all.
+    `keep_kv` is given all rows, and has no result."""
 
-    def __call__(self, hidden: torch.Tensor, *arguments: Any, paged: StepCall, **named: Any) -> Any:
-        """Return what the layer makes of the wanted rows, [1, num_rows, hidden_size]; decode: of all."""
+    def forward(hidden: torch.Tensor, *arguments: Any, paged: StepCall, **named: Any) -> Any:
         if not chunks_of(paged.header):
-            return self._run(hidden, *arguments, paged=paged, **named)
-        self._keep_kv(hidden, *arguments, paged=paged._replace(part=StepPart.KEEP_KV), **named)
+            return run(hidden, *arguments, paged=paged, **named)
+        keep_kv(hidden, *arguments, paged=paged._replace(part=StepPart.KEEP_KV), **named)
         num_tokens = hidden.shape[1]
-        return self._run(
+        return run(
             hidden[:, paged.rows],
             *(_wanted(item, paged.rows, num_tokens) for item in arguments),
             paged=paged._replace(part=StepPart.LAST_ROWS),
             **{name: _wanted(item, paged.rows, num_tokens) for name, item in named.items()},
         )
+
+    return forward
 
 
 def dropping_result(forward: Forward) -> Forward:

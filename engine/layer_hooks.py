@@ -84,15 +84,14 @@ class LayerHooks:
         """Run, in the body, the first layer of each kind and the last: who compiles or warms needs no more.
 
         The others pass on what they are given. They must have run before."""
-        self._skip(True)
+        skipped = [watched for watched in self._watched if watched.repeats and watched.gives_hidden]
+        for watched in skipped:
+            watched.is_skipped = True
         try:
             yield
         finally:
-            self._skip(False)
-
-    def _skip(self, skipped: bool) -> None:
-        for watched in self._watched:
-            watched.is_skipped = skipped and watched.repeats and watched.gives_hidden
+            for watched in skipped:
+                watched.is_skipped = False
 
     def _before(self, index: int) -> None:
         for arrivals in self._arrivals:

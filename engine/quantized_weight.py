@@ -12,6 +12,7 @@ in a byte, the even input in the lower half, as unsigned numbers that are 8 more
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -110,14 +111,15 @@ class QuantizedWeight:
 
     def on(self, device: torch.device) -> QuantizedWeight:
         """Return the weight on a device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(self, levels=self.levels.to(device), scales=self.scales.to(device), zeros=zeros)
+        return self._each(lambda tensor: tensor.to(device))
 
     def outputs(self, first: int, count: int) -> QuantizedWeight:
         """Return a copy of `count` outputs."""
-        rows = slice(first, first + count)
-        zeros = None if self.zeros is None else self.zeros[rows].clone()
-        return replace(self, levels=self.levels[rows].clone(), scales=self.scales[rows].clone(), zeros=zeros)
+        return self._each(lambda tensor: tensor[first : first + count].clone())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
+        zeros = None if self.zeros is None else change(self.zeros)
+        return replace(self, levels=change(self.levels), scales=change(self.scales), zeros=zeros)
 
     def inputs(self, first: int, count: int) -> QuantizedWeight:
         """Return a copy of `count` inputs; raises ValueError if that cuts a group, or a byte."""

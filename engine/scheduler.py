@@ -189,7 +189,8 @@ class Scheduler:
             entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
         self._num_starved = self._num_starved if others else 0
         if others:
-            step = self._step_after(plan, entries, began_s)
+            begins_s = began_s + self.predicted_s(plan)
+            step = self._step_beside([decodes_after(entry, begins_s) for entry in entries], begins_s)
             entries += self._entries(step, plan.entries[plan.num_single :])
             self._num_starved = self._num_starved + 1 if step.has_passed else 0
         return _plan(entries, self._swap_space.take_planned()) if entries else None
@@ -294,11 +295,6 @@ class Scheduler:
                 f"{longest} tokens need {self._num_blocks(longest)} blocks; "
                 f"the whole cache has {self._pool.num_blocks}"
             )
-
-    def _step_after(self, plan: StepPlan, entries: list[StepEntry], began_s: float) -> BudgetedStep:
-        """Return the step after `plan` before any prompt has taken of it; `entries` are those that go on."""
-        begins_s = began_s + self.predicted_s(plan)
-        return self._step_beside([decodes_after(entry, begins_s) for entry in entries], begins_s)
 
     def predicted_s(self, plan: StepPlan) -> float:
         """Return the seconds that a step is predicted to take; 0: nothing predicts."""
