@@ -356,7 +356,6 @@ class NodeMetrics:
     """The metrics of a node. Owned by its event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
@@ -397,7 +396,6 @@ class StoreMetrics:
     """The metrics of a store of the block cache. Owned by its event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
         gauge = partial(Gauge, registry=registry)
         self.blocks = gauge(
             "kvstore_tier_blocks",

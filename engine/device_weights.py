@@ -66,7 +66,7 @@ def visiting(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
             _move(each, device)
     handles = []
     for layer in layers:
-        visit = _Visit(layer, device)
+        visit = _Visit(device)
         handles.append(layer.register_forward_pre_hook(visit.begin, with_kwargs=True))
         handles.append(layer.register_forward_hook(visit.end))
     try:
@@ -79,8 +79,7 @@ def visiting(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
 class _Visit:
     """One layer's way to a device and back."""
 
-    def __init__(self, layer: nn.Module, device: torch.device) -> None:
-        self._layer = layer
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._home: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 

@@ -160,7 +160,7 @@ def test_experts_that_visit_a_device_are_home_again_as_they_were() -> None:
     model, _ = quantised("qwen3_moe")
     layer = model.base_model.layers[0].mlp
     before = [weights.levels for weights in levels_in(layer)]
-    visit = _Visit(layer, torch.device("meta"))
+    visit = _Visit(torch.device("meta"))
     visit.begin(layer, (), {})
     assert {weights.levels.device.type for weights in levels_in(layer)} == {"meta"}
     visit.end(layer, None, None)

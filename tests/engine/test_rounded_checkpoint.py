@@ -135,7 +135,7 @@ def test_a_layer_that_visits_a_device_is_home_again_as_it_was() -> None:
     model = make_family("llama")
     layer = model.base_model.layers[0]
     before = dict(layer.named_parameters())
-    visit = _Visit(layer, torch.device("meta"))
+    visit = _Visit(torch.device("meta"))
     (args, kwargs) = visit.begin(layer, (torch.ones(2),), {"mask": None, "pair": (torch.ones(1), 3)})
     assert {parameter.device.type for parameter in layer.parameters()} == {"meta"}
     assert args[0].device.type == kwargs["pair"][0].device.type == "meta"
@@ -149,7 +149,7 @@ def test_a_layer_that_is_rounded_on_its_visit_brings_its_levels_home() -> None:
     with visiting(model, CPU):  # where it is already: no effect
         assert not any(module._forward_hooks for module in model.modules())
     layer = model.base_model.layers[0]
-    visit = _Visit(layer, CPU)
+    visit = _Visit(CPU)
     visit.begin(layer, (), {})
     quantize_linears(layer, WeightFormat.INT8)
     visit.end(layer, None, None)
