@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 NODE_NAME = "urn:conductor:node"
 """The URI among a certificate's names that lets its owner attach as a node."""
 
+Pem = tuple[bytes, bytes, bytes | None]
+"""Certificate, key and authority; None: no authority is set."""
+
 
 class Certificates:
     """The certificate of one listener or dialler, as its files are now. Each has its own."""
@@ -47,9 +50,8 @@ class Certificates:
         self._where = where
         self._protocol = protocol
         self._seen = self._stamps()
-        self._pem = _read(tls, where)
-        self._dialled: tuple[bytes, bytes, bytes | None] | None = None
-        self._context = _context(tls, where, protocol)
+        self._pem, self._context = _loaded(tls, where, protocol)
+        self._dialled: Pem | None = None
 
     def for_grpc(self) -> grpc.ServerCredentials:
         configuration = self._configuration()
@@ -87,8 +89,7 @@ class Certificates:
             return False
         self._seen = stamps
         try:
-            self._context = _context(self._tls, self._where, self._protocol)
-            self._pem = _read(self._tls, self._where)
+            self._pem, self._context = _loaded(self._tls, self._where, self._protocol)
         except (ConfigError, OSError) as error:  # one may go while it is looked at
             event(log, "certificate not renewed", level=logging.ERROR, reason=error)
             return False
@@ -113,12 +114,6 @@ def dialling_credentials(tls: TlsConfig, where: str) -> Callable[[], grpc.Channe
     return Certificates(tls, where, ssl.PROTOCOL_TLS_CLIENT).to_dial_grpc
 
 
-def _read(tls: TlsConfig, where: str) -> tuple[bytes, bytes, bytes | None]:
-    cert = _pem(tls.cert, f"{where}.cert", b"CERTIFICATE")
-    key = _pem(tls.key, f"{where}.key", b"PRIVATE KEY")
-    return cert, key, _pem(tls.ca, f"{where}.ca", b"CERTIFICATE") if tls.ca else None
-
-
 def _pem(path: str, key: str, kind: bytes) -> bytes:
     try:
         pem = Path(path).read_bytes()
@@ -131,8 +126,10 @@ def _pem(path: str, key: str, kind: bytes) -> bytes:
     return pem
 
 
-def _context(tls: TlsConfig, where: str, protocol: int) -> ssl.SSLContext:
-    _read(tls, where)
+def _loaded(tls: TlsConfig, where: str, protocol: int) -> tuple[Pem, ssl.SSLContext]:
+    cert = _pem(tls.cert, f"{where}.cert", b"CERTIFICATE")
+    key = _pem(tls.key, f"{where}.key", b"PRIVATE KEY")
+    ca = _pem(tls.ca, f"{where}.ca", b"CERTIFICATE") if tls.ca else None
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -147,4 +144,4 @@ def _context(tls: TlsConfig, where: str, protocol: int) -> ssl.SSLContext:
         except ssl.SSLError as error:
             raise ConfigError(f"{where}.ca: {tls.ca}: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    return (cert, key, ca), context
