@@ -261,7 +261,7 @@ class _Stream:
         self._attached(self, lease.conductor_epoch)
         self._work.attached(lease)
         self._owes_snapshot = True
-        self._send_all(self._kv_news())
+        self._send_all()
         self._silence = self._loop.call_later(lease.lease_s, self._hear)
         self.answered.set()
 
@@ -285,7 +285,7 @@ class _Stream:
         if self._link is None or self._lease is None or self._link.is_choked or not self._outbox:
             return
         if self._has_computed or self._loop.time() >= self._sent_at_s + STATE_GAP_S:
-            self._send_all(self._kv_news())
+            self._send_all()
         else:
             self._write(from_node(self._take_outbox()))
             self.send_state_in(STATE_DELAY_S)
@@ -295,19 +295,15 @@ class _Stream:
         if self._link.is_choked:
             self._beat_at(self._loop.time() + STATE_DELAY_S)
         else:
-            self._send_all(self._kv_news())
+            self._send_all()
 
-    def _kv_news(self) -> KvEvents | None:
-        if not self._owes_snapshot:
-            return self._work.kv_events()
-        self._owes_snapshot = False
-        return self._work.kv_snapshot()
-
-    def _send_all(self, kv_events: KvEvents | None) -> None:
+    def _send_all(self) -> None:
         """Send what waits, and the state with it."""
         assert self._lease is not None
+        news = self._work.kv_snapshot() if self._owes_snapshot else self._work.kv_events()
+        self._owes_snapshot = False
         message = from_node(self._take_outbox())
-        add_state(message, self._work.heartbeat(), kv_events)
+        add_state(message, self._work.heartbeat(), news)
         self._write(message)
         self._sent_at_s, self._has_computed = self._loop.time(), False
         self._beat_at(self._sent_at_s + self._lease.heartbeat_s)

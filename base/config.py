@@ -317,13 +317,13 @@ class TracingConfig:
     """The address of a trace's page, with `{trace_id}` in it, which /ui links to. Empty: no link."""
 
     def __post_init__(self) -> None:
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError("endpoint: http://host:4317, https://host:4317, or empty")
-        is_address = self.page.startswith(("http://", "https://")) and "{trace_id}" in self.page
-        if self.page and not is_address:
-            raise ValueError("page: http://host:16686/trace/{trace_id}, or another address with {trace_id}")
-        if not 0 <= self.sample <= 1:
-            raise ValueError("sample: between 0 and 1")
+        schemes = "http://", "https://"
+        is_url = self.endpoint.startswith(schemes)
+        require(is_url or not self.endpoint, "endpoint", "http://host:4317, https://host:4317, or empty")
+        is_page = self.page.startswith(schemes) and "{trace_id}" in self.page
+        mend = "http://host:16686/trace/{trace_id}, or another address with {trace_id}"
+        require(is_page or not self.page, "page", mend)
+        require(0 <= self.sample <= 1, "sample", "between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,12 +95,11 @@ class StepCost:
     def with_chunks_s(self, new_tokens: int, attended: float, batch: int, context_tokens: float) -> float:
         """Return the seconds of a step with chunks of `new_tokens` > 0 in all, beside a batch."""
         square, sequence_s = self.prefill_token2_s, self.decode_sequence_s
-        rows, chunk_s = new_tokens, 0.0
+        rows, chunk_s = new_tokens, self.chunk_part_s(batch)
         if self.chunk_step_s:
             rows += batch
             square = self.attention_s(new_tokens, rows)
             rows = self.padded_rows(rows)
-            chunk_s = self.chunk_step_s + (self.mixed_step_s if batch else 0.0)
             sequence_s = self.chunk_sequence_s
         beside_s = sequence_s * batch + self.decode_context_token_s * context_tokens
         chunk_s += rows * self.prefill_token_s + attended * square + beside_s
