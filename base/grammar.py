@@ -17,7 +17,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from threading import Lock
 
 import llguidance
 import numpy as np
@@ -116,7 +115,9 @@ class MaskFiller:
 
 
 class Vocabulary:
-    """The tokens of a model as grammars see them, and what is compiled for them."""
+    """The tokens of a model as grammars see them, and what is compiled for them.
+
+    One thread compiles and begins sequences; any may finish masks."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, end_id: int) -> None:
         """Take over `tokenizer`; `end_id` is what it takes for the end of a sequence."""
@@ -124,7 +125,6 @@ class Vocabulary:
         self._end_word, self._end_bit = end_id >> 5, _bit(end_id)
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
         self._num_chars = 0
-        self._lock = Lock()
         self.num_words: int = (tokenizer.vocab_size + 31) // 32
         """Length of a mask."""
 
@@ -148,29 +148,22 @@ class Vocabulary:
 
     def compile(self, grammar: Grammar) -> None:
         """Compile `grammar`, unless it is; raises InvalidRequestError that says what is wrong with it."""
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return
-        made = compile_grammar(grammar, self._tokenizer)
-        with self._lock:
-            self._compiled[grammar] = made
-            self._num_chars += len(grammar.source)
-            while len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS:
-                self._num_chars -= len(self._compiled.popitem(last=False)[0].source)
+        if grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
+            return
+        self._compiled[grammar] = compile_grammar(grammar, self._tokenizer)
+        self._num_chars += len(grammar.source)
+        while len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS:
+            self._num_chars -= len(self._compiled.popitem(last=False)[0].source)
 
     def constraint(self, grammar: Grammar, stop: StopParams) -> Constraint:
-        """Return the beginning of a sequence under `grammar`; raises InvalidRequestError, as `compile`.
-
-        One thread calls this and `compile`."""
+        """Return the beginning of a sequence under `grammar`; raises InvalidRequestError, as `compile`."""
         self.compile(grammar)
-        with self._lock:
-            return Constraint(self._compiled[grammar].deep_copy(), self, stop)
+        return Constraint(self._compiled[grammar].deep_copy(), self, stop)
 
     def __contains__(self, grammar: Grammar) -> bool:
         """Say whether `grammar` is compiled."""
-        with self._lock:
-            return grammar in self._compiled
+        return grammar in self._compiled
 
     def take_end(self, mask: Masks) -> bool:
         """Take the library's end token out of a mask, and return whether it was there."""
