@@ -41,8 +41,19 @@ WEIGHTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2":
 RENAMED = (".block_sparse_moe.", ".mlp.")
 """Name of the place of experts in a layer, in some checkpoints and in the modules of transformers."""
 
-WIDE = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4}
-"""Bytes of numbers, by their dtype in safetensors, that are more than one."""
+DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""Dtypes of safetensors that the tensors of a layer may have."""
 
 READERS = 8
 """Layers whose experts are read at once: each read from a file waits for its pages."""
@@ -68,7 +79,7 @@ class StoredExperts(nn.Module):
         self.shapes: tuple[torch.Size, torch.Size] = (plain.gate_up_proj.shape, plain.down_proj.shape)
         self.parts = {name: tuple(headers[name]) for name in weights}
         tensors = [tensor for name in weights for tensor in headers[name].values()]
-        self.num_bytes = sum(prod(shape) * WIDE.get(dtype, 1) for dtype, shape in tensors)
+        self.num_bytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in tensors)
 
     def tensors(self, name: str, read: Read) -> dict[str, torch.Tensor]:
         return {part: read(f"{name}.{part}") for part in self.parts[name]}

@@ -26,24 +26,10 @@ from base.errors import ConfigError
 from engine.model_store import weight_files
 from engine.published_weights import PublishedFormat, published_format, weight_of
 from engine.quantized_linear import READ_OTHERWISE, QuantizedLinear
-from engine.stored_experts import WHOLE, Part, read_experts, take_experts
+from engine.stored_experts import DTYPES, WHOLE, Part, read_experts, take_experts
 
 METHOD = "conductor"
 """Name of our reader among transformers' quantisers."""
-
-DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-"""Dtypes of safetensors that the tensors of a layer may have."""
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 """Dtypes of weights that are what they are."""
