@@ -123,7 +123,7 @@ def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> di
     if options.split:
         splits = {len(split): split for split in options.split}
         config = replace(config, stage_layers=splits.get(stages, ()))
-    engine = build_engine(config, str(folder), SystemClock())
+    engine = build_engine(config, str(folder), SystemClock(), rank_module="bench.built_rank")
     try:
         return asyncio.run(measure(engine, options, seed=stages))
     finally:

@@ -101,14 +101,14 @@ def build_engine(
     model_path: str,
     clock: Clock,
     allocate: Allocate | None = None,
-    rank_module: str = "engine.rank",
+    rank_module: str = "",
     for_ranks: dict[str, Any] | None = None,
     rounded: Path | None = None,
 ) -> Engine:
     """Load a prepared model and lay out its cache, as `assemble_engine`. Blocks for seconds.
 
     Args:
-        rank_module: Module that the other ranks run.
+        rank_module: Module that the other ranks run, if the configuration has any.
         for_ranks: More for its `join_ranks` to return; JSON.
         rounded: As for `load_weights`.
 

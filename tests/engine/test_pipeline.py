@@ -279,7 +279,7 @@ def test_every_rank_has_one_place_and_rank_0_is_in_the_last_stage(tensor, stages
 
 
 def engine_of(folder: Path, **fields):
-    return build_engine(replace(SMALL, **fields), str(folder), SystemClock())
+    return build_engine(replace(SMALL, **fields), str(folder), SystemClock(), rank_module="bench.built_rank")
 
 
 @pytest.mark.full

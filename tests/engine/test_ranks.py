@@ -39,7 +39,7 @@ def tokens_of(folder: Path, num_ranks: int) -> dict[str, list[int]]:
         device="cpu", block_size=16, kv_cache_gib=0.001, chunk_tokens=48, max_batch=6, threads=1,
         tensor_parallel=num_ranks,
     )  # fmt: skip
-    engine = build_engine(config, str(folder), SystemClock())
+    engine = build_engine(config, str(folder), SystemClock(), rank_module="bench.built_rank")
     rng = random.Random(3)
     sequences = [
         make_sequence(
@@ -73,7 +73,7 @@ def test_a_family_that_cannot_be_cut_is_refused_and_no_rank_is_left(tmp_path: Pa
     config = EngineConfig(device="cpu", kv_cache_gib=0.001, threads=1, tensor_parallel=2)
     try:
         with pytest.raises(ConfigError, match="no plan for this family"):
-            build_engine(config, str(tmp_path), SystemClock())
+            build_engine(config, str(tmp_path), SystemClock(), rank_module="bench.built_rank")
     finally:
         torch.distributed.destroy_process_group()
 
@@ -103,7 +103,7 @@ def test_no_step_is_run_after_one_that_rank_0_left_half_done(tmp_path: Path) -> 
     config = EngineConfig(
         device="cpu", block_size=16, kv_cache_gib=0.001, chunk_tokens=48, threads=1, tensor_parallel=2
     )
-    engine = build_engine(config, str(tmp_path), SystemClock())
+    engine = build_engine(config, str(tmp_path), SystemClock(), rank_module="bench.built_rank")
     is_lost, num_layers = threading.Event(), 0
 
     def fail_in_the_second(module: torch.nn.Module, _: object) -> None:

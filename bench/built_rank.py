@@ -1,7 +1,6 @@
-"""`python -m engine.rank`: one of the other ranks of an engine; see `engine/ranks.py`.
+"""`python -m bench.built_rank`: one of the other ranks of an engine that `build_engine` builds alone.
 
-Builds what rank 0 builds, in the same order, and follows its steps. A rank whose KV travels is
-`node/rank.py`.
+Builds what rank 0 builds, in the same order, and follows its steps. The rank of a node is `node/rank.py`.
 """
 
 from __future__ import annotations
