@@ -20,14 +20,6 @@ MAX_DIGITS = 40
 """Characters of a number. Python takes seconds for one of a million digits."""
 
 
-class ShownDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that names each option's default, where there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        is_none = action.default is None or action.default is False or action.default == ""
-        return action.help if is_none else super()._get_help_string(action)
-
-
 def require_writable(option: str, path: Path) -> None:
     """Raise ConfigError where what a command makes cannot be written under the name that an option gave."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -16,9 +16,10 @@ import uvloop
 from rich.console import Console
 
 from base.errors import ConfigError
-from base.option_values import ShownDefaults, real, require_writable, whole
+from base.option_values import real, require_writable, whole
 from bench.load import LoadRun, run_load, warm_up
 from bench.load_report import parse_goodput, report, table
+from bench.shown_defaults import ShownDefaults
 from bench.sse_client import Server
 from bench.workload import LoadRequest, gamma_arrivals, num_turns, sessions, synthetic_load, trace_load
 from conductor.replay.command import name_bad_rows

@@ -15,9 +15,10 @@ from pathlib import Path
 from base.config import KV_DTYPES, WEIGHT_FORMATS
 from base.errors import ConfigError
 from base.logs import end_log
-from base.option_values import ShownDefaults, real, require_writable, whole
+from base.option_values import real, require_writable, whole
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
+from bench.shown_defaults import ShownDefaults
 from conductor.placing.profile import Profile, profile_json
 from conductor.replay.conformance import read_run
 
