@@ -132,7 +132,7 @@ def _pool_tbt_s(
     predicted_s = cost.gap_s(sequences / num_nodes + 1, context_tokens, view.decode_places) * ratio
     if view.lent_mask:
         # of the mean those have little who lend: it would promise room that this node refuses in the end
-        predicted_s = max(predicted_s, joined_tbt_s(node, cost, request.num_tokens, ratio))
+        predicted_s = max(predicted_s, joined_tbt_s(node, cost, request.num_tokens))
     return predicted_s
 
 
@@ -156,26 +156,19 @@ def displaced_s(
 
 
 def admit_to_decode(
-    node: NodeState,
-    cost: CostModel,
-    context_tokens: int,
-    slo: Slo,
-    policy: RejectPolicy,
-    ratio: float = 1.0,
+    node: NodeState, cost: CostModel, context_tokens: int, slo: Slo, policy: RejectPolicy
 ) -> bool:
-    """Return whether a prefilled sequence may join `node`: the second test.
-
-    `ratio` is what was learned of the node.
-    """
+    """Return whether a prefilled sequence may join `node`: the second test."""
     if policy is NONE:
         return True
-    return joined_tbt_s(node, cost, context_tokens, ratio) <= step_limit_s(slo.tbt_slo_s, cost, ratio)
+    limit_s = step_limit_s(slo.tbt_slo_s, cost, node.learned.decode.ratio)
+    return joined_tbt_s(node, cost, context_tokens) <= limit_s
 
 
-def joined_tbt_s(node: NodeState, cost: CostModel, context_tokens: int, ratio: float) -> float:
+def joined_tbt_s(node: NodeState, cost: CostModel, context_tokens: int) -> float:
     """Return the step time on `node` once a prefilled sequence has joined it."""
     tokens = node.running_context_tokens + context_tokens
-    return cost.gap_s(node.running_sequences + 1, tokens, node.places) * ratio
+    return cost.gap_s(node.running_sequences + 1, tokens, node.places) * node.learned.decode.ratio
 
 
 def _bounded(seconds: float) -> float:

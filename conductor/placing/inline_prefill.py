@@ -72,7 +72,7 @@ def inline_placement(
         if beside is None or beside[0] + beside[1] + node.learned.added_s >= least_s:
             continue
         found = _inline(request, node, depth, beside, view, cost)
-        load = min(MOST_LOAD, decode_load(node, cost, node.learned.decode.ratio))
+        load = min(MOST_LOAD, decode_load(node, cost))
         dear = TAKEN * view.room_price.price
         taken_s = found.prefill_s * found.prompt_share * dear * load / (1.0 - load)
         if node.tightest_tbt_s == inf:

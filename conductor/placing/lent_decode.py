@@ -115,7 +115,7 @@ def _taken_s(
     """
     before = 1.0
     if node.decode_sequences:
-        before = share_when_begun(node, cost, node.learned.decode.ratio)
+        before = share_when_begun(node, cost)
     step_s, length_s = _joined_s(request, node, cost), min(within_s, bearable_s(request, node, cost))
     if step_s >= length_s:
         return inf

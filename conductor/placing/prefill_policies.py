@@ -270,7 +270,7 @@ def candidate(
     share = 1.0
     if view.lent_mask >> slot & 1:
         # beside the sequences that decode on a prefill node
-        share = max(LEAST_SHARE, share_when_begun(node, cost, node.learned.decode.ratio))
+        share = max(LEAST_SHARE, share_when_begun(node, cost))
     return PrefillChoice(node, depth, prefix, queue_s, prefill_s / share, share)
 
 

@@ -37,17 +37,14 @@ def share_beside_running(node: NodeState, step_s: float) -> float:
     return max(LEAST_SHARE, prompt_share(step_s * node.learned.decode.ratio, node.tightest_running_s))
 
 
-def share_when_begun(node: NodeState, cost: CostModel, ratio: float) -> float:
+def share_when_begun(node: NodeState, cost: CostModel) -> float:
     """Return the share of a prefill node's time that a prompt will have which is placed there now.
 
     Most who are to decode there will have begun when its turn comes: their prompts are before it. Where
     another node computes them they may come later, and the prompt is predicted too long.
-
-    Args:
-        ratio: How much longer the node's steps take than predicted.
     """
-    step_s = cost.placed_step_s(node.decode_sequences, node.decode_context_tokens, node.places) * ratio
-    return prompt_share(step_s, node.tightest_tbt_s)
+    step_s = cost.placed_step_s(node.decode_sequences, node.decode_context_tokens, node.places)
+    return prompt_share(step_s * node.learned.decode.ratio, node.tightest_tbt_s)
 
 
 def share_beside(step_s: float, length_s: float) -> float:
@@ -55,12 +52,9 @@ def share_beside(step_s: float, length_s: float) -> float:
     return CHUNK_SHARE * (length_s - step_s) / length_s
 
 
-def decode_load(node: NodeState, cost: CostModel, ratio: float) -> float:
-    """Return what a node decodes, as a share of what the bounds of that and its blocks allow.
-
-    Args:
-        ratio: How much longer the node's steps take than predicted.
-    """
+def decode_load(node: NodeState, cost: CostModel) -> float:
+    """Return what a node decodes, as a share of what the bounds of that and its blocks allow."""
+    ratio = node.learned.decode.ratio
     idle_s = cost.profile.decode_fixed_s * ratio
     step_s = cost.gap_s(node.running_sequences, node.running_context_tokens, node.places) * ratio
     bound_s = KEPT_MEAN * node.tightest_tbt_s

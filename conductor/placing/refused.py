@@ -91,7 +91,7 @@ def judged(made: Decision, instead: Placement, cost: CostModel, settings: Schedu
     """Return what was judged of a rejection: `instead` is the placement that it refused."""
     asked, view = made.asked, view_of(made, cost)
     view.settle(made.decided_at_s)
-    ratio = view.corrections.ratio(instead.decode_node, "decode")
+    ratio = view.node(instead.decode_node).learned.decode.ratio
     limits = limits_of(asked.slo, settings, cost, asked.is_promised, ratio)
     added_s = 0.0
     if settings.reject is RejectPolicy.PREDICT:

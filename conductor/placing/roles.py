@@ -147,9 +147,8 @@ def _waiting_s(node: NodeState) -> float:
 
 def decode_demand(view: ClusterView, cost: CostModel) -> float:
     """Return how many nodes there is decoding for: each node's share of what its bounds and blocks allow."""
-    ratio = view.corrections.ratio
     return sum(
-        min(MOST_LOAD, node.decode_sequences, decode_load(node, cost, ratio(node.info.node_id, "decode")))
+        min(MOST_LOAD, node.decode_sequences, decode_load(node, cost))
         for node in view.nodes()
         if node.decode_sequences
     )

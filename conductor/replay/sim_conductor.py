@@ -222,10 +222,8 @@ class SimConductor:
         """Take in the token that prefill made; False: its decode node has no time for it any more."""
         view, placement = self.view, request.placement
         if self._retests and request.output_tokens:
-            node, settings = view.node(placement.decode_node), self._settings
-            ratio = view.corrections.ratio(placement.decode_node, "decode")
-            asked = request.asked
-            if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, settings.reject, ratio):
+            node, asked = view.node(placement.decode_node), request.asked
+            if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject):
                 view.rejected(RejectReason.TBT)
                 return False
         view.prefill_done(request.request_id, now_s)

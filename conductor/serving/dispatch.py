@@ -322,11 +322,10 @@ class Dispatcher:
         state, asked, placement = attempt.state, placed.asked, placed.placement
         attempt.end_all_but(state.attempt_id)
         node = self._view.decode_node(state.attempt_id)
-        ratio = self._view.corrections.ratio(placement.decode_node, "decode")
-        load = node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio
-        if state.decodes and not admit_to_decode(*load):
+        load = node, self._cost, asked.num_tokens
+        if state.decodes and not admit_to_decode(*load, asked.slo, self._settings.reject):
             self._view.rejected(RejectReason.TBT)
-            tbt_s = joined_tbt_s(node, self._cost, asked.num_tokens, ratio)
+            tbt_s = joined_tbt_s(*load)
             raise SloUnreachableError(
                 "decode load rose past the SLO while the prompt was computed: "
                 f"a token is predicted every {tbt_s:.3g} s",

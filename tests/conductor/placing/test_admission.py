@@ -15,6 +15,7 @@ from conductor.placing.admission import (
     refusal,
     step_limit_s,
 )
+from conductor.placing.cost_model import LearnedTerm
 from conductor.placing.placement import RejectReason
 from conductor.placing.room_price import MOST, REMEMBERED, RISE
 from conductor.placing.scheduler import place
@@ -292,9 +293,10 @@ def test_predict_looks_past_the_prefill_from_now_on():
 def test_the_second_test_is_for_the_same_share_of_the_bound(policy):
     node = busy_view(4).node(NodeId("d0"))
     bound_s = 1.0 * TBT_HEADROOM
+    node.learned.decode = LearnedTerm(2.0, 1.0)
     fits, slow = Steps(bound_s / 2), Steps(nextafter(bound_s, 2) / 2)
-    assert admit_to_decode(node, fits, 700, Slo(tbt_slo_s=1.0), policy, 2.0)
-    assert not admit_to_decode(node, slow, 700, Slo(tbt_slo_s=1.0), policy, 2.0)
+    assert admit_to_decode(node, fits, 700, Slo(tbt_slo_s=1.0), policy)
+    assert not admit_to_decode(node, slow, 700, Slo(tbt_slo_s=1.0), policy)
     assert fits.asked == [(5, node.running_context_tokens + 700)]
 
 
