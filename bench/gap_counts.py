@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil, exp, floor, inf, log, log1p
 
-from conductor.replay.sim_request import Segment
+from conductor.replay.segments import Segment
 
 WIDTH = 0.005
 _LOG_WIDTH = log1p(WIDTH)

@@ -159,13 +159,8 @@ class CostModel:
         fixed_s = self._transfer[0]
         return fixed_s + (whole_s - fixed_s) / self._num_layers
 
-    def load_s(self, tokens: int, from_disk: bool = False) -> float:
-        """Return the seconds to bring the KV of `tokens` up from host memory or disk.
-
-        Loading from host memory is already inside `prefill_s`, where it overlaps.
-        """
-        if not from_disk:
-            return self.profile.prefix_token_s * tokens
+    def disk_load_s(self, tokens: int) -> float:
+        """Return the seconds to bring the KV of `tokens` up from disk; from memory is inside `prefill_s`."""
         if not self.profile.disk_bytes_per_s:
             return math.inf if tokens else 0.0
         return tokens * self.profile.kv_token_bytes / self.profile.disk_bytes_per_s

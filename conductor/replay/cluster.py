@@ -58,7 +58,7 @@ class SimCluster:
         specs = options.nodes(cost.profile)
         self.options = options
         self._alone = cost
-        predicted_by = options.predicted_by(cost.profile)
+        predicted_by = options.believed or options.node_profile(cost.profile)
         self._cost = cost if predicted_by is cost.profile else CostModel(predicted_by)
         self.outcomes = Outcomes(options.block_size, options.node_profile(cost.profile))
         self.now_s = 0.0
@@ -350,7 +350,7 @@ class SimCluster:
         """Return what is seen of loading blocks from disk, layer by layer while others compute."""
         assert node.disk is not None
         tokens = node.disk.num_on_disk(chain, matched) * self.options.block_size
-        load_s = self._alone.load_s(tokens, from_disk=True)
+        load_s = self._alone.disk_load_s(tokens)
         return max(0.0, load_s - prefill_s) + min(load_s, prefill_s) / node.spec.profile.num_layers
 
     def _chunks(self, request: SimRequest) -> list[float]:

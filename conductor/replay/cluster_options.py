@@ -16,7 +16,7 @@ from conductor.placing.retries import MAX_ATTEMPTS
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.faults import NodeFault
 from conductor.replay.pipeline import grouped
-from conductor.replay.sim_request import Segment
+from conductor.replay.segments import Segment
 
 DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens
 """Tokens of a step, where nothing else is said."""
@@ -132,10 +132,6 @@ class ClusterOptions:
                 raise ConfigError(f"slow node {name!r}: there is none of that name")
             specs[node_id] = replace(specs[node_id], profile=slowed(specs[node_id].profile, factor))
         return list(specs.values())
-
-    def predicted_by(self, profile: Profile) -> Profile:
-        """Return the profile that the conductor predicts with."""
-        return self.believed or self.node_profile(profile)
 
     def node_profile(self, profile: Profile) -> Profile:
         """Return the profile of a prefill node that is as fast as it should be."""

@@ -301,7 +301,3 @@ def _heading(args: argparse.Namespace, trace: Trace, about: Report, profile: Pro
     if len(trace.requests) > 1 and not (trace.span_s or args.sessions or args.session_rate):
         lines.append("all begin at once: --sessions or --session-rate says how they come")
     return "\n".join(line for line in lines if line)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
+Schedule = Callable[..., None]
+"""`Events.at`: (moment, what to call, its arguments...)."""
+
 
 class Events:
     """Calls that are still to be made."""

@@ -23,8 +23,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Any
 
-Schedule = Callable[..., None]
-"""(moment, what to call, its arguments...)."""
+from conductor.replay.events import Schedule
 
 Done = Callable[..., None]
 

@@ -9,11 +9,12 @@ happens but by its own placements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from base.attach import STATE_GAP_S, WAKE_DELAY_S
 from base.messages import Heartbeat
 from base.request import NodeId
+from conductor.replay.events import Schedule
 from conductor.replay.sim_conductor import SimConductor
 from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
@@ -30,7 +31,7 @@ class LoadReports:
         nodes: Mapping[NodeId, SimNode],
         conductors: Sequence[SimConductor],
         block_size: int,
-        schedule: Callable[..., None],
+        schedule: Schedule,
     ) -> None:
         """`schedule`: has something called at a moment."""
         self._nodes = nodes

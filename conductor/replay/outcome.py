@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from base.request import Slo
 from conductor.placing.profile import Profile
-from conductor.replay.sim_request import Segment, SimRequest
+from conductor.replay.segments import Segment
+from conductor.replay.sim_request import SimRequest
 
 # The paper's TBT of a request: the mean of its longest tenth of token gaps.
 LONGEST_SHARE = 0.1

@@ -7,8 +7,8 @@ from math import ceil, sqrt
 # Segments kept for sequences that ended are dropped when so many have gathered.
 TRIM_AT = 4096
 
-Gaps = tuple[float, int, float]
-"""Seconds of the last of some gaps, their number, and the seconds by which each is longer than the last."""
+Segment = tuple[float, int, float]
+"""Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""
 
 
 def steps_begun(elapsed_s: float, first_s: float, growth_s: float) -> int:
@@ -22,7 +22,7 @@ class Segments:
     """The segments of one engine, numbered from 0."""
 
     def __init__(self) -> None:
-        self._kept: list[Gaps] = []
+        self._kept: list[Segment] = []
         self._num_dropped = 0
 
     def add(self, last_s: float, steps: int, growth_s: float) -> None:
@@ -39,7 +39,7 @@ class Segments:
         """Whether so many are kept that it is worth forgetting some."""
         return len(self._kept) >= TRIM_AT
 
-    def gaps_from(self, number: int, waited_s: float) -> list[Gaps]:
+    def gaps_from(self, number: int, waited_s: float) -> list[Segment]:
         """Return the gaps of a sequence in all segments from one on; the first was longer by `waited_s`."""
         gaps = self._kept[number - self._num_dropped :]
         if gaps:

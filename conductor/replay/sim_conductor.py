@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from typing import NamedTuple
 
 from base.errors import LostError, RejectedError, ServeError, SloUnreachableError
 from base.messages import PrefillTimes
@@ -32,8 +33,8 @@ from conductor.placing.scheduler import Turn, is_final, place, try_again_at_s, t
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.block_news import BlockNews
 from conductor.replay.cluster_options import ClusterOptions
+from conductor.replay.events import Schedule
 from conductor.replay.policies import RandomPrefill, with_policy
-from conductor.replay.sim_engine import Schedule
 from conductor.replay.sim_request import SimRequest
 
 BEAT_S = 2.0
@@ -59,21 +60,18 @@ class _RefusedError(RejectedError):
     """A placement was refused; the message is the reason's name."""
 
 
-class _QueuedRequest:
+class _QueuedRequest(NamedTuple):
     """A request in the queue before placement."""
 
-    __slots__ = ("_conductor", "_request")
-
-    def __init__(self, conductor: SimConductor, request: SimRequest) -> None:
-        self._conductor = conductor
-        self._request = request
+    conductor: SimConductor
+    request: SimRequest
 
     def try_to_place(self, ahead_s: float) -> bool:
-        return self._conductor.try_to_place(self._request, ahead_s)
+        return self.conductor.try_to_place(self.request, ahead_s)
 
     def ended(self, error: ServeError | None) -> None:
         if error is not None:
-            self._conductor.refuse(self._request, error)
+            self.conductor.refuse(self.request, error)
 
 
 class SimConductor:

@@ -32,14 +32,12 @@ from math import inf
 
 from base.step_budget import BudgetedStep, DecodeLoad
 from conductor.placing.cost_model import CostModel
+from conductor.replay.events import Schedule
 from conductor.replay.known_arrivals import KnownArrivals
 from conductor.replay.segments import Segments, steps_begun
 from conductor.replay.sim_request import SimRequest, work_of
 from conductor.replay.sim_slack import BatchSlack
 from conductor.replay.steps_learned import StepsLearned
-
-Schedule = Callable[..., None]
-"""(moment, what to call, its arguments...)."""
 
 Chunk = tuple[SimRequest, int]
 """A prompt, and how many of its tokens a step computes."""

@@ -12,10 +12,8 @@ from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest
 from conductor.placing.retries import Retries
 from conductor.replay.chains import JoinedChain
 from conductor.replay.links import Flow
+from conductor.replay.segments import Segment
 from conductor.replay.trace import TraceRequest
-
-Segment = tuple[float, int, float]
-"""Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""
 
 
 @dataclass(slots=True, init=False, eq=False)

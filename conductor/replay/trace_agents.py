@@ -126,7 +126,7 @@ class _WekaSession:
             raise ValueError(f"{missing[0]} is missing")
         at_s = moment(entry, "t")
         num_tokens, output_tokens = count(entry, "in", 1), count(entry, "out", 1)
-        ids = block_ids({"hash_ids": entry.get("hash_ids") or []}, "hash_ids")
+        ids = block_ids(entry.get("hash_ids") or [])
         full = num_tokens // self._block_size
         if len(ids) not in (full, -(-num_tokens // self._block_size)):
             raise ValueError(f"hash_ids: {len(ids)} for {num_tokens} tokens in blocks of {self._block_size}")

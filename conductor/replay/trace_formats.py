@@ -189,7 +189,7 @@ def _row(row: Row, number: int, ids: KnownBlocks, block_size: int, name: str | N
     num_tokens, output_tokens = count(row, "input_length", 1), count(row, "output_length", 0)
     chain: tuple[int, ...] = ()
     if has_ids := "hash_ids" in row:
-        given = block_ids(row, "hash_ids")
+        given = block_ids(row["hash_ids"])
         require_length(given, num_tokens, block_size)
         chain = ids.interned(given)
     arrival_s = moment(row, when) * (1.0 if name == "bailian" else 1e-3) if when in row else 0.0

@@ -96,11 +96,11 @@ def moment(row: Row, key: str) -> float:
     return float(value)
 
 
-def count(row: Row, key: str, least: int, most: int = MAX_TOKENS) -> int:
-    """Return a whole number from `least` to `most`."""
+def count(row: Row, key: str, least: int) -> int:
+    """Return a whole number from `least` to MAX_TOKENS."""
     value = row[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{key}: a whole number from {least} to {most} is wanted, not {_shown(value)}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_TOKENS:
+        raise ValueError(f"{key}: a whole number from {least} to {MAX_TOKENS} is wanted, not {_shown(value)}")
     return value
 
 
@@ -128,11 +128,10 @@ def text_seconds(text: str, name: str) -> float:
     return value
 
 
-def block_ids(row: Row, key: str) -> Sequence[int]:
-    """Return a list of block ids, as it stands."""
-    ids = row[key]
+def block_ids(ids: object) -> Sequence[int]:
+    """Return a row's `hash_ids`, as they stand."""
     if not isinstance(ids, list) or not all(type(block) is int and 0 <= block < 1 << 63 for block in ids):
-        raise ValueError(f"{key}: a list of numbers below 2^63 is wanted")
+        raise ValueError("hash_ids: a list of numbers below 2^63 is wanted")
     return ids
 
 

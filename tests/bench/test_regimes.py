@@ -60,9 +60,10 @@ def test_a_slow_node_is_slow_and_what_the_conductor_believes_is_another_profile(
     slow, fast = plan.options.nodes(plan.cost.profile)[:2]
     assert slow.profile.prefill_token_s == pytest.approx(3 * fast.profile.prefill_token_s)
     assert slow.profile.transfer_bytes_per_s == fast.profile.transfer_bytes_per_s
-    assert plan.options.predicted_by(plan.cost.profile) is plan.cost.profile
+    assert plan.options.believed is None
+    assert plan.options.node_profile(plan.cost.profile) is plan.cost.profile
     wrong = Regime("wrong", regime.make, (2, 2), believed=2.0).plan(regime.make(10, 1), "dynamo", 1)
-    believed = wrong.options.predicted_by(wrong.cost.profile)
+    believed = wrong.options.believed
     assert believed.decode_fixed_s == pytest.approx(2 * wrong.cost.profile.decode_fixed_s)
 
 
