@@ -1,5 +1,6 @@
-"""What every recorded figure needs beside it: which machine, when, of which commit."""
+"""Results as they are kept: as JSON, with the machine, the date and the commit beside each figure."""
 
+import json
 import os
 import platform
 import subprocess
@@ -14,7 +15,7 @@ def about_run(*packages: str) -> dict[str, object]:
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": today(),
         "commit": current_commit(),
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -22,11 +23,22 @@ def about_run(*packages: str) -> dict[str, object]:
     }
 
 
+def write_result(path: Path | None, result: object) -> None:
+    """Write a result as JSON; no path: nowhere."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def processor_name() -> str:
     """Return what the kernel calls the processor; where it does not, the architecture."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+def today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def current_commit() -> str:

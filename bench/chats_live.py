@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from bench.about_run import write_result
 from bench.load import run_load, warm_up
 from bench.shapes import about, limits_of, options_parser, parse_shape, running
 from bench.sse_client import Outcome, Server
@@ -73,9 +74,8 @@ def main() -> None:
         server = Server(url, options.model)
         row = uvloop.run(served(server, options.rate, options.seconds, options.cut_s, options.longest))
         print(json.dumps(row, indent=1), flush=True)
-        if options.out:
-            load = {key: getattr(options, key) for key in ("rate", "seconds", "cut_s", "longest")}
-            options.out.write_text(json.dumps({**load, **about(options.commit), **row}, indent=1) + "\n")
+        load = {key: getattr(options, key) for key in ("rate", "seconds", "cut_s", "longest")}
+        write_result(options.out, {**load, **about(options.commit), **row})
 
     if options.url:
         measured(options.url)

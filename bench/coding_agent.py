@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.local_cluster import local_cluster
 from deploy.plan import LocalModel
 from engine.model_store import prepare
@@ -201,8 +201,7 @@ def main() -> None:
     result = {**summary(turns), "blocks_left_held": held, "turns_made": turns}
     result["about"] = {**about_run(), "versions": {"opencode": version.strip()}}
     print(json.dumps({name: value for name, value in result.items() if name != "turns_made"}, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.json, result)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import tempfile
 import time
@@ -37,7 +36,7 @@ from typing import Any
 import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.local_cluster import local_cluster
 from bench.others import OthersWatch
 from bench.predict import ask, prompts, wait_for_nodes
@@ -261,8 +260,7 @@ def main() -> None:
     for profile, errors in result["median_error"].items():
         shown = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
         print(f"median error, profile {profile.replace('_', ' ')}: {shown}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
+    write_result(arguments.json, {"about": about, **result})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import tempfile
 from asyncio import TaskGroup
@@ -34,7 +33,7 @@ from base.clock import Clock
 from base.config import EngineConfig, SchedulerConfig
 from base.errors import SloUnreachableError
 from base.request import Request, RequestId, SamplingParams, Slo, StopParams
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.overload import stub_profile
 from bench.stub_cluster import BLOCK_SIZE
 from bench.virtual_cluster import MODEL_ID, node_infos, virtual_cluster
@@ -283,9 +282,8 @@ def main() -> None:
         for side in ("live", "simulated"):
             figures = ", ".join(f"{key} {value:.4g}" for key, value in row[side].items())
             print(f"{name:32} {side:10} {figures}", flush=True)
-    if arguments.json:
-        result = {"about": about, "requests": arguments.requests, "seeds": arguments.seeds, "cases": found}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"about": about, "requests": arguments.requests, "seeds": arguments.seeds, "cases": found}
+    write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

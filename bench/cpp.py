@@ -34,7 +34,7 @@ from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.shapes import about, profile_of, write_model
 from deploy.plan import chunk_attention
 from engine.build import Engine, build_engine
@@ -198,9 +198,7 @@ def main() -> None:
             compared(rows)
             print(json.dumps(rows[-1]), flush=True)
     report = {**about_run("torch"), **about(options.commit), "chunk": options.chunk, "rows": rows}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(options.out, report)
     sys.stdout.flush()
     os._exit(0)  # without destructors: see `in_processes`
 

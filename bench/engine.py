@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,10 +24,10 @@ from typing import Any
 
 import torch
 
-from base.clock import SystemClock, wall_clock_s
+from base.clock import SystemClock
 from base.config import WEIGHT_FORMATS, EngineConfig
 from base.request import SamplingParams
-from bench.about_run import current_commit
+from bench.about_run import current_commit, today, write_result
 from bench.engine_rank import build_rank
 from bench.engine_rows import Row, rows_of, work_of
 from bench.engine_shapes import SHAPES
@@ -254,7 +253,7 @@ def measured(options: argparse.Namespace, engine: Engine, start_up_s: float) -> 
     launches = LaunchTimes(engine.runner)
     about = about_engine(options, engine, start_up_s)
     outcomes, sampled_ms, profiles = asyncio.run(
-        run_rows(options, engine, lambda rows: write(options, about | rows_of_report(rows)))
+        run_rows(options, engine, lambda rows: write_result(options.out, about | rows_of_report(rows)))
     )
     card = measure_card()
     print(
@@ -290,7 +289,7 @@ def about_engine(options: argparse.Namespace, engine: Engine, start_up_s: float)
         "triton": version("triton"),
         "transformers": version("transformers"),
         "commit": options.commit or current_commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "date": today(),
         "start_up_s": start_up_s,
         "ranks": options.ranks,
         "chunk_tokens": options.chunk_tokens,
@@ -302,19 +301,12 @@ def rows_of_report(outcomes: list[Outcome]) -> dict[str, Any]:
     return {"rows": [asdict(outcome) for outcome in outcomes]}
 
 
-def write(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Write the report where `--out` says, if it does."""
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def main() -> None:
     parser = make_parser()
     options = parser.parse_args()
     if options.same_experts and options.ranks > 1:
         parser.error("--same-experts: one rank alone can do it")
-    write(options, measured(options, *started(options)))
+    write_result(options.out, measured(options, *started(options)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import json
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SampledToken, SamplingParams, StopParams
+from bench.about_run import write_result
 from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Prompts
 from engine.build import Engine, assemble_engine
@@ -99,8 +99,7 @@ def main() -> None:
     }
     for name, value in report.items():
         print(f"{name:46} {value:.5f}")
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(options.out, report)
 
 
 if __name__ == "__main__":

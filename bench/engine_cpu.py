@@ -23,7 +23,7 @@ from base.block_hash import chain_root
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from engine.build import Engine, build_engine
 from engine.model_store import prepare
 from engine.sequence import Sequence
@@ -144,8 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     workload = Workload(arguments.requests, arguments.prompt_tokens, arguments.new_tokens)
     result = asyncio.run(measure(workload, arguments.rounds, arguments.threads))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out, result)
     print(json.dumps(result, indent=1))
 
 

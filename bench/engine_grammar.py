@@ -16,7 +16,6 @@ import itertools
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -25,10 +24,9 @@ from typing import Any
 
 import torch
 
-from base.clock import wall_clock_s
 from base.grammar import Vocabulary
 from base.request import Grammar, GrammarKind, SamplingParams
-from bench.about_run import current_commit
+from bench.about_run import current_commit, today, write_result
 from bench.engine import ENGINE, build_bench_engine
 from bench.engine_shapes import SHAPES
 from bench.engine_work import GREEDY, Driver, Prompts
@@ -180,15 +178,13 @@ def main() -> None:
         "triton": version("triton"),
         "llguidance": version("llguidance"),
         "commit": options.commit or current_commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "date": today(),
         "batch": BATCH,
         "context": CONTEXT,
         "steps": STEPS,
         "rows": rows,
     }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(options.out, report)
 
 
 if __name__ == "__main__":

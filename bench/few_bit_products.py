@@ -8,7 +8,6 @@ product by the weight written out, and cuBLAS's by bfloat16. Each is first compa
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.about_run import current_commit
+from bench.about_run import current_commit, write_result
 from engine.fused_projections import QuantizedProduct
 from engine.kernels.nibble_product import written_out_nibbles
 from engine.kernels.quantized_product import written_out
@@ -151,8 +150,7 @@ def main() -> None:
             )
             sums.append(one)
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": current_commit()}
-    if args.out:
-        args.out.write_text(json.dumps(about | {"times": [asdict(each) for each in sums]}, indent=1) + "\n")
+    write_result(args.out, about | {"times": [asdict(each) for each in sums]})
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from base.clock import SystemClock
 from base.config import ServerConfig, SloConfig, TlsConfig
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken
+from bench.about_run import write_result
 from conductor.api.completion import Completions, Piece
 from conductor.api.openai_format import CHAT, Choice, Envelope, Shown
 from conductor.api.served_model import ServedModel, load_served_model
@@ -269,14 +270,13 @@ def main() -> None:
         print(f"{rate.server:<12}{rate.streams:>8}{rate.events_per_s:>12,.0f}{rate.cpu_us_per_event:>14.1f}")
     for name, us in formats.items():
         print(f"{name}: {us:.2f} us")
-    if arguments.json:
-        machine = {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-        }
-        result = {"machine": machine, "rates": [asdict(rate) for rate in rates], "format_us": formats}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    machine = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    result = {"machine": machine, "rates": [asdict(rate) for rate in rates], "format_us": formats}
+    write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from urllib.request import urlopen
 import grpc
 
 from base.config import ServerConfig
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.frontend import cpu_seconds
 from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.placing.profile import Profile
@@ -290,14 +290,13 @@ def main() -> None:
         print(row)
     for each in half:
         print(each)
-    if arguments.json:
-        result = {
-            "about": about,
-            "stream_interval_ms": arguments.interval_ms,
-            "carried": [asdict(row) for row in carried],
-            "added_to_ttft": [asdict(each) for each in half],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "about": about,
+        "stream_interval_ms": arguments.interval_ms,
+        "carried": [asdict(row) for row in carried],
+        "added_to_ttft": [asdict(each) for each in half],
+    }
+    write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

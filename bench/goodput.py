@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +31,7 @@ from typing import Any
 
 import uvloop
 
+from bench.about_run import write_result
 from bench.load import run_load, warm_up
 from bench.load_report import Goodput, report
 from bench.local_cluster import LocalCluster
@@ -266,8 +266,7 @@ def main() -> None:
         results.append(measure(shape, options, options.bounds))
         print(table(results, options.bounds, load == VLLM_LOAD), flush=True)
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({**reported, "shapes": results}, indent=1) + "\n")
+            write_result(options.out, {**reported, "shapes": results})
             for index, pair in enumerate(options.bounds):
                 name = f"{options.out.stem}_{1e3 * pair.tbt_s:g}ms.svg"
                 options.out.with_name(name).write_text(plot(results, options.bounds, index) + "\n")

@@ -21,6 +21,7 @@ import numpy as np
 
 from base.config import SchedulerConfig
 from base.request import Slo
+from bench.about_run import write_result
 from bench.gap_counts import GapCounts
 from bench.goodput import copy_of, goodput, load_at
 from bench.shapes import Shape, parse_shape
@@ -167,8 +168,7 @@ def main() -> None:
             predicted = goodput(rates, [row["shares"][1][index] for row in found])
             was = measured["goodput"][index]
             print(f"{shape.name:10} goodput within {bound['tpot_s'] * 1e3:g} ms: {was:.2f} / {predicted:.2f}")
-    if options.out:
-        options.out.write_text(json.dumps({"profile": options.profile, "rows": rows}, indent=1) + "\n")
+    write_result(options.out, {"profile": options.profile, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator
 from math import inf, nan
 from pathlib import Path
 from typing import Any
 
-from base.clock import wall_clock_s
-from bench.about_run import current_commit
+from bench.about_run import current_commit, today, write_result
 from bench.goodput_replayed import compared, shape_of
 from bench.shapes import CARDS, parse_shape
 from bench.step_budgets import BLOCK, TTFT_S, run
@@ -163,12 +161,11 @@ def main() -> None:
         "own": summary([row for row in rows if LIVE.get(row["result"]) in OWN]),
     }
     print(json.dumps(found, indent=1))
-    if options.out:
-        about = {
-            "commit": current_commit(),
-            "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-        }
-        options.out.write_text(json.dumps({**about, "errors": found, "rows": rows}, indent=1) + "\n")
+    about = {
+        "commit": current_commit(),
+        "date": today(),
+    }
+    write_result(options.out, {**about, "errors": found, "rows": rows})
 
 
 def _every_row(trace: Trace | None) -> Iterator[dict[str, Any]]:

@@ -35,6 +35,7 @@ from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
+from bench.about_run import write_result
 from bench.local_cluster import LocalCluster
 from bench.shapes import about, limits_of, model_config, options_parser, parse_shape, running, write_model
 from engine.build import build_engine
@@ -216,9 +217,7 @@ def main() -> None:
         expected = asyncio.run(alone(options.model, engine, prompts, options.same_tokens))
         report["same_tokens"] = agreement(found, expected)
         print(json.dumps(report["same_tokens"]), flush=True)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(options.out, report)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from base.errors import CapacityError
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from kvstore.eviction import BY_NAME, Eviction
 
 ROOT = Path(__file__).parent.parent
@@ -126,14 +126,13 @@ def main() -> None:
     rows = curves(read_trace(options.trace), options.blocks)
     print("hit rate, blocks / tokens")
     print(table(rows))
-    if options.json:
-        result = {
-            "run": about_run(),
-            "trace": options.trace.name,
-            "paper_lru_tokens_by_capacity_tokens": PAPER_LRU,
-            "rows": [asdict(row) for row in rows],
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "run": about_run(),
+        "trace": options.trace.name,
+        "paper_lru_tokens_by_capacity_tokens": PAPER_LRU,
+        "rows": [asdict(row) for row in rows],
+    }
+    write_result(options.json, result)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.frontend_live import quick_profile
 from bench.hostile_bodies import Body, filled, fillings_of, http_sites, let_by
 from bench.hostile_grammars import grammar_bodies
@@ -213,7 +213,7 @@ def main() -> None:
             "worst_alone": [asdict(one) | {"growth": round(one.growth, 1)} for one in again],
             "worst_among_all": [asdict(one) | {"growth": round(one.growth, 1)} for _, one in ranked[:WORST]],
         }
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+        write_result(options.json, table)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.hit_rate import OPEN_TRACE, read_trace
 from bench.place import measure_index
 from kvstore.index import PrefixIndex
@@ -77,8 +77,7 @@ def main() -> None:
         "events_per_s": median(events),
     }
     print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.json, result)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Grant, PeerDescriptor
 from base.request import NodeId
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.store_rivals import PutAndGet, free_port, lmcache, mooncake_store
 from kvstore.access import RemoteAccess
 from kvstore.client import BlockCache
@@ -103,9 +103,8 @@ async def main() -> None:
             f"{figure.name:34} {figure.value:8.3f} {figure.unit:5}"
             f" against {figure.against:8.3f}  ratio {figure.ratio:.2f}"
         )
-    if options.json:
-        result = {"run": about_run(), "figures": [asdict(figure) for figure in figures]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"run": about_run(), "figures": [asdict(figure) for figure in figures]}
+    write_result(options.json, result)
 
 
 # --- between two processes ---------------------------------------------------------------

@@ -27,7 +27,7 @@ from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import GIB, TransferConfig
 from base.kv_layout import head_layout
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.engine_work import randomize
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
@@ -150,8 +150,7 @@ def main() -> None:
         parser.error("this process sees no GPU")
     result = {"run": about_run("torch", "triton"), **asyncio.run(measure(options.rounds))}
     print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.json, result)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.handoff import Row, measure
 from bench.local_cluster import LocalCluster
 from bench.shapes import Limits, about, model_config, parse_shape, running
@@ -174,10 +174,8 @@ def main() -> None:
     rows = [row for way, of_way in rounds.items() for row in summary(way, of_way)]
     for row in rows:
         print(json.dumps(row), flush=True)
-    if options.out:
-        report = {**about_run("torch"), **about(options.commit), "chunk": options.chunk_tokens, "rows": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {**about_run("torch"), **about(options.commit), "chunk": options.chunk_tokens, "rows": rows}
+    write_result(options.out, report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import random
 import re
@@ -29,7 +28,7 @@ from urllib.request import urlopen
 import uvloop
 
 from base.request import Slo
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.frontend import cpu_seconds
 from bench.overload_client import Client
 from bench.stub_cluster import StubCluster, stub_cluster
@@ -242,8 +241,7 @@ def main() -> None:
     about = about_run()
     with stub_cluster(stub_profile(), NODES_OF_A_ROLE, NODES_OF_A_ROLE) as cluster:
         result = uvloop.run(measure(cluster, arguments.overload_s))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
+    write_result(arguments.json, {"about": about, **result})
 
 
 if __name__ == "__main__":

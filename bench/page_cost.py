@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.frontend import cpu_seconds
 from bench.frontend_live import HttpClient, quick_profile
 from bench.stub_cluster import StubCluster, stub_cluster
@@ -149,8 +149,7 @@ def main() -> None:
     with stub_cluster(quick_profile(), num_prefill=2, num_decode=2) as cluster:
         figures = {"about": about_run("uvicorn"), **asyncio.run(measure(cluster))}
     print(json.dumps(figures, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_result(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from base.config import EngineConfig, SchedulerConfig
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
@@ -139,8 +139,7 @@ def main() -> None:
         print(json.dumps(row))
     result = {"about": about_run(), "median": medians(rounds, sizes), "rounds": rounds}
     print(json.dumps(result["median"], indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, result)
 
 
 def medians(rounds: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:

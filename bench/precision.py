@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from base.block_hash import BlockHash
 from base.kv_layout import KvLayout
 from base.request import RequestId, SamplingParams, StopParams
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from conductor.api.tokenizer import Tokenizer
 from engine.batch import build_batch
 from engine.model import PagedModel
@@ -284,8 +284,7 @@ def main() -> None:
         "tokens": options.tokens,
         "rows": rows,
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

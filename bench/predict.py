@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.local_cluster import LocalCluster, local_cluster
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Actual, Decision
@@ -161,8 +160,7 @@ def main() -> None:
         result = measure(arguments.requests, arguments.rate)
     for term, error in result["relative_error"].items():
         print(f"{term:<24}median {error['median']:6.1%}   p90 {error['p90']:6.1%}   of {error['count']}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
+    write_result(arguments.json, {"about": about, **result})
 
 
 if __name__ == "__main__":

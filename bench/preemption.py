@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from base.clock import SystemClock, wall_clock_s
+from base.clock import SystemClock
 from base.config import EngineConfig
-from bench.about_run import current_commit
+from bench.about_run import current_commit, today, write_result
 from bench.engine_rank import build_rank
 from bench.engine_shapes import SHAPES
 from bench.engine_work import Driver, Prompts
@@ -112,14 +110,12 @@ def main() -> None:
         "model": options.model,
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else options.device,
         "commit": options.commit or current_commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "date": today(),
         "block_ms": 1e3 * block_s,
         "tokens_per_s": medians,
         "preemptions": {name: runs[-1].preemptions for name, runs in found.items()},
     }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(options.out, report)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from base.clock import SystemClock
 from base.config import GIB, EngineConfig, TransferConfig
 from base.messages import Work
 from base.request import RequestId, SamplingParams, StopParams
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.launch_times import LaunchTimes
 from bench.shapes import about, write_model
 from engine.block_sums import block_sums
@@ -219,10 +219,8 @@ def main() -> None:
         prepared = write_model(options.model, Path(made) / "model")
         row = asyncio.run(measure(options, Path(prepared.path)))
     print(json.dumps(row), flush=True)
-    if options.out:
-        report = {**about_run("torch"), **about(options.commit), **row}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {**about_run("torch"), **about(options.commit), **row}
+    write_result(options.out, report)
 
 
 if __name__ == "__main__":

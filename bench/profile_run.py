@@ -21,9 +21,9 @@ from importlib.metadata import version
 
 import torch
 
-from base.clock import SystemClock, wall_clock_s
+from base.clock import SystemClock
 from base.config import EngineConfig
-from bench.about_run import current_commit, processor_name
+from bench.about_run import current_commit, processor_name, today
 from bench.engine_rank import build_rank
 from bench.engine_work import Driver, Prompts
 from bench.profile_fit import Measured, MeasuredStep, fitted, with_steps
@@ -241,7 +241,7 @@ def _origin(options: argparse.Namespace, engine: Engine) -> Evidence:
         model=f"{engine.family}, vocabulary {engine.vocab_size}, {layout.layout_id}",
         versions=f"torch {torch.__version__}, transformers {version('transformers')}",
         commit=options.commit or current_commit(),
-        date=time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        date=today(),
     )
 
 

@@ -22,7 +22,7 @@ import torch
 
 from base.block_hash import BlockHash
 from base.request import RequestId, SamplingParams, StopParams
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from engine.batch import Batch, build_batch
 from engine.integer_product import IntegerLinear
 from engine.model import PagedModel
@@ -130,8 +130,7 @@ def main() -> None:
         "about": about_run("torch"),
         "rows": rows,
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.hit_rate import OPEN_TRACE
 from bench.papers.generate import generate
 from conductor.placing.cost_model import CostModel
@@ -92,8 +92,7 @@ def main() -> None:
     result = measure_million(args.requests) if args.million else compare(args)
     result = {"about": about_run(), **result}
     print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, result)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:

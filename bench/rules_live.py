@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -36,7 +35,7 @@ from typing import Any
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from base.distribution import distribution
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.goodput import driven
 from bench.load import warm_up
 from bench.local_cluster import LocalCluster, local_cluster
@@ -253,9 +252,8 @@ def main() -> None:
             f"{row['rule']:10} TTFT s mean {row['ttft_mean_s']:.3f}, p99 {row['ttft_p99_s']:.3f}; to ours "
             f"{row['mean_to_ours']:.2f}; hits {row['hit_rate']:.1%}; {row['failed']} failed"
         )
-    if options.out:
-        result = {"about": about, "load": options.load, "requests": requests, "rate": rate}
-        options.out.write_text(json.dumps({**result, "rules": rows, "rounds": rounds}, indent=1) + "\n")
+    result = {"about": about, "load": options.load, "requests": requests, "rate": rate}
+    write_result(options.out, {**result, "rules": rows, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.faults.asking import SMALL_MODEL
 from bench.faults.small_model import small_model
 from bench.local_cluster import LocalCluster, local_cluster
@@ -280,8 +280,7 @@ def main() -> None:
         "about": about_run("llguidance", "jsonschema", "torch"),
     }
     print(json.dumps(report, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(options.json, report)
 
 
 if __name__ == "__main__":

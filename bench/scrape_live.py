@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.frontend_live import HttpClient, quick_profile
 from bench.stub_cluster import StubCluster, stub_cluster
 
@@ -104,8 +104,7 @@ def main() -> None:
                 run = asyncio.run(measure(cluster, is_loaded))
                 figures["runs"].append({"step_s": step_s, **run})
                 print(json.dumps(figures["runs"][-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_result(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import uvloop
 
+from bench.about_run import write_result
 from bench.engine import Outcome as Row
 from bench.engine import run_row
 from bench.engine_rows import rows_of, work_of
@@ -97,9 +98,7 @@ def main() -> None:
                 flush=True,
             )
             shown.append({**asdict(found), "engine": alone[row.workload], "of_engine": share})
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**about(options.commit), "rows": shown}, indent=1) + "\n")
+    write_result(options.out, {**about(options.commit), "rows": shown})
 
 
 if __name__ == "__main__":

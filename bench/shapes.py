@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
-from base.clock import wall_clock_s
 from base.config import (
     KV_DTYPES,
     WEIGHT_FORMATS,
@@ -34,7 +33,7 @@ from base.config import (
     ServerConfig,
     TransferConfig,
 )
-from bench.about_run import current_commit
+from bench.about_run import current_commit, today
 from bench.engine_shapes import SHAPES
 from bench.local_cluster import LocalCluster, local_cluster
 from deploy.plan import LocalModel
@@ -271,7 +270,7 @@ def about(named_commit: str) -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "torch": torch.__version__,
         "commit": named_commit or current_commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "date": today(),
     }
 
 

@@ -27,7 +27,7 @@ import torch
 from base.clock import SystemClock
 from base.config import WEIGHT_FORMATS, EngineConfig
 from base.lifetime import spare_collector
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.engine_grammar import write_tokenizer
 from bench.engine_shapes import SHAPES
 from bench.engine_work import Driver, Prompts
@@ -143,8 +143,7 @@ def main() -> None:
         "files": "from the disk" if options.cold else "in the page cache",
         "rows": rows,
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import resource
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,10 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from base.clock import wall_clock_s
 from base.config import SchedulerConfig
 from base.request import Slo
-from bench.about_run import current_commit
+from bench.about_run import current_commit, today, write_result
 from bench.gap_counts import GapCounts
 from bench.shapes import Shape, parse_shape
 from conductor.placing.cost_model import CostModel
@@ -318,16 +316,15 @@ def main() -> None:
                 f"p99 gap {1e3 * row['gap_s'][2]:.1f} ms",
                 flush=True,
             )
-        if options.out:
-            result = {
-                "profile": options.profile,
-                "seconds": options.seconds,
-                "commit": current_commit(),
-                "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-                "compared": compared(rows),
-                "rows": rows,
-            }
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = {
+            "profile": options.profile,
+            "seconds": options.seconds,
+            "commit": current_commit(),
+            "date": today(),
+            "compared": compared(rows),
+            "rows": rows,
+        }
+        write_result(options.out, result)
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"{name}: {peak_kib / 1024:.0f} MiB of memory at most", flush=True)
 

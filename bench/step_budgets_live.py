@@ -13,7 +13,6 @@ each row.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from bench.about_run import write_result
 from bench.goodput import driven, share_within
 from bench.load import warm_up
 from bench.load_report import Goodput
@@ -162,10 +162,9 @@ def main() -> None:
         async for row in serve_all(cluster, options.model, options.rows, options.seconds):
             print(line(shape, row), flush=True)
             rows.append({"shape": shape.name, **row})
-            if options.out:
-                driven_as = {key: getattr(options, key) for key in ("model", "seconds", "max_batch")}
-                result = {**driven_as, **about(options.commit), "rows": rows}
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+            driven_as = {key: getattr(options, key) for key in ("model", "seconds", "max_batch")}
+            result = {**driven_as, **about(options.commit), "rows": rows}
+            write_result(options.out, result)
 
     for shape in map(parse_shape, options.shapes.split(",")):
         follows = bool(shape.decode) and "@" not in shape.name

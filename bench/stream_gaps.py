@@ -30,7 +30,7 @@ from pathlib import Path
 
 import uvloop
 
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.frontend import cpu_seconds
 from bench.frontend_live import HttpClient, buckets, quick_profile
 from bench.stub_cluster import StubCluster, stub_cluster
@@ -234,8 +234,7 @@ def main() -> None:
     }
     if arguments.before:
         result["tokens_over_before"] = tokens_over_before(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ on the same cores, and asyncio's own TLS, in Python, would be most of what is me
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 import uvloop
 
 from base.config import ServerConfig, TlsConfig
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.frontend import unchecked
 from bench.frontend_live import HttpClient, quick_profile, streamed
 from bench.stub_cluster import stub_cluster
@@ -64,9 +63,8 @@ def main() -> None:
                 print(streams, row, flush=True)
     medians = {streams: statistics.median(row["ratio"] for row in rows) for streams, rows in found.items()}
     print("median ratio by streams:", medians)
-    if arguments.json:
-        table = {"about": about_run(), "median_ratio_by_streams": medians, "rounds": found}
-        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
+    table = {"about": about_run(), "median_ratio_by_streams": medians, "rounds": found}
+    write_result(arguments.json, table)
 
 
 if __name__ == "__main__":

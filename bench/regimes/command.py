@@ -34,7 +34,7 @@ from typing import Any
 
 from base.distribution import distribution
 from base.option_values import whole
-from bench.about_run import about_run
+from bench.about_run import about_run, write_result
 from bench.regimes.table import FULL_REQUESTS, REQUESTS, SERVICE, Regime, regimes
 from conductor.replay.report import aligned
 from conductor.replay.simulate import simulate
@@ -196,19 +196,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(aligned(rows_of(compared)))
     lost = [each for each in compared if each.ratio < LOST]
     print(f"\n{len(lost)} of {len(compared)} regimes where another rule has 3 % more goodput than ours")
-    if args.out:
-        result = {
-            "about": about_run(),
-            "requests": _num_requests(args),
-            "seeds": SEEDS[args.seeds],
-            "roles": args.roles,
-            "lost": len(lost),
-        }
-        result["regimes"] = [
-            asdict(each) | {"lead": each.lead, "ratio": each.ratio}
-            for each in sorted(compared, key=lambda one: one.lead)
-        ]
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "about": about_run(),
+        "requests": _num_requests(args),
+        "seeds": SEEDS[args.seeds],
+        "roles": args.roles,
+        "lost": len(lost),
+    }
+    result["regimes"] = [
+        asdict(each) | {"lead": each.lead, "ratio": each.ratio}
+        for each in sorted(compared, key=lambda one: one.lead)
+    ]
+    write_result(args.out, result)
     return 0
 
 
