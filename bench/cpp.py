@@ -30,11 +30,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
-from base.request import RequestId, SamplingParams, StopParams
+from base.request import RequestId, StopParams
 from bench.about_run import about_run, write_result
+from bench.engine_work import GREEDY, ROOT, run_to_end, stepping
 from bench.shapes import about, profile_of, write_model
 from deploy.plan import chunk_attention
 from engine.build import Engine, build_engine
@@ -52,24 +52,18 @@ def prompt_of(length: int, vocab_size: int, rng: random.Random) -> list[int]:
 
 async def first_tokens(engine: Engine, prompts: Items[list[int]]) -> list[float]:
     """Hand over all prompts at once; return the seconds until each one's first token, the last one's last."""
-    waiting = {RequestId(f"r{index}") for index in range(len(prompts))}
-    done = asyncio.Event()
     came_after_s = []
 
-    def listen(output: SequenceOutput) -> None:
+    def heard(output: SequenceOutput) -> None:
         if output.finish_reason is not None:
             came_after_s.append(time.perf_counter() - started_s)
-            engine.loop.release(output.sequence)
-            waiting.discard(output.sequence.request_id)
-        if not waiting:
-            done.set()
 
-    sampling, stop = SamplingParams(temperature=0.0), StopParams(max_tokens=1)
-    started_s = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        name = RequestId(f"r{index}")
-        engine.loop.add(Sequence(name, prompt, len(prompt), BlockHash(b""), sampling, stop), listen)
-    await done.wait()
+    stop, started_s = StopParams(max_tokens=1), time.perf_counter()
+    sequences = [
+        Sequence(RequestId(f"r{index}"), prompt, len(prompt), ROOT, GREEDY, stop)
+        for index, prompt in enumerate(prompts)
+    ]
+    await run_to_end(engine.loop, sequences, heard)
     return came_after_s
 
 
@@ -83,7 +77,6 @@ def at_load(came_after_s: Items[float]) -> float:
 async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Return the medians of one engine."""
     rng = random.Random(seed)
-    running = asyncio.create_task(engine.loop.run())
     row: dict[str, Any] = {"stages": options.now, "ttft_s": {}}
     for length in options.prompts:
         # The first is a warm-up: kernels compile, links are made.
@@ -103,9 +96,12 @@ async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dic
         rates_at_load.append(at_load(came_after_s))
     row["short_prompts_per_s"] = statistics.median(rates[1:])
     row["short_prompts_per_s_at_load"] = statistics.median(rates_at_load[1:])
-    running.cancel()
-    await asyncio.wait([running])
     return row
+
+
+async def _measured(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    async with stepping(engine.loop):
+        return await measure(engine, options, seed)
 
 
 def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> dict[str, Any]:
@@ -125,7 +121,7 @@ def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> di
         config = replace(config, stage_layers=splits.get(stages, ()))
     engine = build_engine(config, str(folder), SystemClock(), rank_module="bench.built_rank")
     try:
-        return asyncio.run(measure(engine, options, seed=stages))
+        return asyncio.run(_measured(engine, options, seed=stages))
     finally:
         if engine.ranks is not None:
             engine.ranks.close()

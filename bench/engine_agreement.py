@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
-from base.request import RequestId, SampledToken, SamplingParams, StopParams
+from base.request import RequestId, SampledToken, StopParams
 from bench.about_run import write_result
 from bench.engine_shapes import SHAPES, build_model
-from bench.engine_work import Prompts
+from bench.engine_work import GREEDY, ROOT, Prompts, run_to_end, stepping
 from engine.build import Engine, assemble_engine
 from engine.model import PagedModel
 from engine.sequence import Sequence
@@ -36,28 +35,18 @@ CONFIG = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_gib=8, chunk_tok
 
 async def generate(engine: Engine, prompts: list[list[int]]) -> list[list[SampledToken]]:
     """Return what the engine samples greedily after each prompt, all at once, with log probabilities."""
-    results: dict[str, list[SampledToken]] = {str(index): [] for index in range(len(prompts))}
-    running = set(results)
-    ended = asyncio.Event()
+    stop = StopParams(NEW_TOKENS)
+    sequences = [
+        Sequence(RequestId(str(index)), list(prompt), len(prompt), ROOT, GREEDY, stop, num_logprobs=0)
+        for index, prompt in enumerate(prompts)
+    ]
+    results: dict[Sequence, list[SampledToken]] = {sequence: [] for sequence in sequences}
 
-    def listen(output: SequenceOutput) -> None:
-        results[output.sequence.request_id] += output.tokens
-        if output.finish_reason is not None:
-            engine.loop.release(output.sequence)
-            running.discard(output.sequence.request_id)
-            if not running:
-                ended.set()
+    def heard(output: SequenceOutput) -> None:
+        results[output.sequence] += output.tokens
 
-    for index, prompt in enumerate(prompts):
-        sampling, stop = SamplingParams(temperature=0.0), StopParams(NEW_TOKENS)
-        name, root = RequestId(str(index)), BlockHash(bytes(16))
-        engine.loop.add(
-            Sequence(name, list(prompt), len(prompt), root, sampling, stop, num_logprobs=0), listen
-        )
-    steps = asyncio.create_task(engine.loop.run())
-    await ended.wait()
-    steps.cancel()
-    await asyncio.gather(steps, return_exceptions=True)
+    async with stepping(engine.loop):
+        await run_to_end(engine.loop, sequences, heard)
     return list(results.values())
 
 

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from base.block_hash import chain_root
 from base.clock import SystemClock
 from base.config import EngineConfig
-from base.request import RequestId, SamplingParams, StopParams
+from base.request import RequestId, StopParams
 from bench.about_run import about_run, write_result
+from bench.engine_work import GREEDY, run_to_end, stepping
 from engine.build import Engine, build_engine
 from engine.model_store import prepare
 from engine.sequence import Sequence
-from engine.step import SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +47,13 @@ class Workload:
 
 async def run_ours(engine: Engine, workload: Workload, prompts: list[list[int]]) -> list[list[int]]:
     """Return the tokens of each prompt; the engine is empty afterwards."""
-    root = chain_root(str(prompts[0][0]), "bench")
+    root, stop = chain_root(str(prompts[0][0]), "bench"), StopParams(workload.new_tokens)
     sequences = [
-        Sequence(
-            RequestId(f"{index:03}"),
-            list(prompt),
-            len(prompt),
-            root,
-            SamplingParams(temperature=0.0),
-            StopParams(workload.new_tokens),
-        )
+        Sequence(RequestId(f"{index:03}"), list(prompt), len(prompt), root, GREEDY, stop)
         for index, prompt in enumerate(prompts)
     ]
-    left = len(sequences)
-    ended = asyncio.Event()
-
-    def listen(output: SequenceOutput) -> None:
-        nonlocal left
-        if output.finish_reason is not None:
-            left -= 1
-            if not left:
-                ended.set()
-
-    for sequence in sequences:
-        engine.loop.add(sequence, listen)
-    steps = asyncio.create_task(engine.loop.run())
-    await ended.wait()
-    steps.cancel()
-    await asyncio.gather(steps, return_exceptions=True)
-    for sequence in sequences:
-        engine.loop.release(sequence)
+    async with stepping(engine.loop):
+        await run_to_end(engine.loop, sequences)
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
 

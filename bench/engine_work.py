@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from base.block_hash import BlockHash
 from base.lifetime import spare_collector
 from base.request import RequestId, SamplingParams, StopParams
 from engine.build import Engine
+from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
@@ -61,6 +63,39 @@ class Worker(Protocol):
     async def prefill_s(self, length: int, count: int) -> float: ...
 
     async def decode_step_s(self, batch: int, context: int, steps: int) -> float: ...
+
+
+@asynccontextmanager
+async def stepping(loop: EngineLoop) -> AsyncIterator[None]:
+    """Have an engine's loop run in the body."""
+    steps = asyncio.create_task(loop.run())
+    try:
+        yield
+    finally:
+        steps.cancel()
+        await asyncio.gather(steps, return_exceptions=True)
+
+
+async def run_to_end(
+    loop: EngineLoop,
+    sequences: list[Sequence],
+    heard: Callable[[SequenceOutput], None] = lambda output: None,
+) -> None:
+    """Add sequences at once; return when all have ended and are released. `heard` takes each output."""
+    remaining = set(sequences)
+    ended = asyncio.Event()
+
+    def listen(output: SequenceOutput) -> None:
+        heard(output)
+        if output.finish_reason is not None:
+            remaining.discard(output.sequence)
+            loop.release(output.sequence)
+            if not remaining:
+                ended.set()
+
+    for sequence in sequences:
+        loop.add(sequence, listen)
+    await ended.wait()
 
 
 class Driver:
@@ -150,22 +185,13 @@ class Driver:
     async def _run(self, sequences: list[Sequence]) -> list[float]:
         """Run sequences to their end; return when each step notified its last listener, seconds."""
         loop = self._engine.loop
-        remaining = set(sequences)
-        ended = asyncio.Event()
         at: dict[int, float] = {}
         started_s = time.perf_counter()
 
-        def listen(output: SequenceOutput) -> None:
+        def heard(output: SequenceOutput) -> None:
             at[loop.num_steps] = time.perf_counter() - started_s
-            if output.finish_reason is not None:
-                remaining.discard(output.sequence)
-                loop.release(output.sequence)
-                if not remaining:
-                    ended.set()
 
-        for sequence in sequences:
-            loop.add(sequence, listen)
-        waiting = asyncio.create_task(ended.wait())
+        waiting = asyncio.create_task(run_to_end(loop, sequences, heard))
         done, _ = await asyncio.wait([self._steps, waiting], return_when=asyncio.FIRST_COMPLETED)
         if waiting not in done:
             waiting.cancel()

@@ -31,16 +31,15 @@ from typing import Any
 
 import grpc
 
-from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
-from base.request import RequestId, SamplingParams, StopParams
+from base.request import RequestId, StopParams
 from bench.about_run import write_result
+from bench.engine_work import GREEDY, ROOT, run_to_end, stepping
 from bench.local_cluster import LocalCluster
 from bench.shapes import about, limits_of, model_config, options_parser, parse_shape, running, write_model
 from engine.build import build_engine
 from engine.sequence import Sequence
-from engine.step import SequenceOutput
 from protos import inference_pb2
 from protos.inference_pb2_grpc import InferenceStub
 
@@ -160,25 +159,13 @@ async def alone(
     with tempfile.TemporaryDirectory() as folder:
         prepared = write_model(model, Path(folder))
         engine = await asyncio.to_thread(build_engine, config, prepared.path, SystemClock())
-    steps = asyncio.create_task(engine.loop.run())
     answers = []
-    for index, prompt in enumerate(prompts):
-        answer: list[int] = []
-        ended = asyncio.Event()
-
-        def listen(output: SequenceOutput, answer: list[int] = answer, ended: asyncio.Event = ended) -> None:
-            answer.extend(token.token_id for token in output.tokens)
-            if output.finish_reason is not None:
-                engine.loop.release(output.sequence)
-                ended.set()
-
-        sampling, stop = SamplingParams(temperature=0.0), StopParams(new_tokens)
-        name, root = RequestId(str(index)), BlockHash(bytes(16))
-        engine.loop.add(Sequence(name, list(prompt), len(prompt), root, sampling, stop), listen)
-        await ended.wait()
-        answers.append(answer)
-    steps.cancel()
-    await asyncio.gather(steps, return_exceptions=True)
+    async with stepping(engine.loop):
+        for index, prompt in enumerate(prompts):
+            name, stop = RequestId(str(index)), StopParams(new_tokens)
+            sequence = Sequence(name, list(prompt), len(prompt), ROOT, GREEDY, stop)
+            await run_to_end(engine.loop, [sequence])
+            answers.append(sequence.token_ids[len(prompt) :])
     return answers
 
 

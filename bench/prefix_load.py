@@ -119,11 +119,9 @@ class Bench:
             sequence.block_table += pool.allocate(self.num_cached)
             sequence.num_computed_tokens = self.num_cached * block_size
         ended = asyncio.Event()
-        at_s: list[float] = []
 
         def listen(output: SequenceOutput) -> None:
             if output.finish_reason is not None:
-                at_s.append(time.perf_counter())
                 ended.set()
 
         began_s = time.perf_counter()
