@@ -130,22 +130,12 @@ async def serve_bare() -> None:
         server.should_exit = True
 
 
-def certificate(folder: Path) -> TlsConfig:
-    """Return a certificate of its own authority, made in `folder` unless it is there."""
+def certificate(folder: Path, *more: str) -> TlsConfig:
+    """Return a certificate of its own authority, made in `folder`; `more`: of openssl's arguments."""
     cert, key = folder / "cert.pem", folder / "cert.key"
-    if not cert.exists():
-        command = [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-        ]
-        command += ["-days", "30", "-subj", "/CN=bench", "-keyout", str(key), "-out", str(cert)]
-        subprocess.run(command, check=True, capture_output=True)
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-days", "30", "-subj", "/CN=bench", "-keyout", str(key), "-out", str(cert), *more]
+    subprocess.run(command, check=True, capture_output=True)
     return TlsConfig(str(cert), str(key))
 
 
@@ -229,13 +219,13 @@ def format_us() -> dict[str, float]:
     chunk = json.loads(EVENT.removeprefix(b"data: "))
     ways: dict[str, Callable[[], object]] = {
         "between two strings": lambda: choice.events(piece),
-        "json.dumps of a dictionary": lambda: f"data: {json.dumps(as_dictionary(chunk, ' word'))}\n\n",
+        "json.dumps of a dictionary": lambda: f"data: {json.dumps(as_dictionary(chunk))}\n\n",
     }
     return {name: min(_timed(way) for _ in range(ROUNDS)) for name, way in ways.items()}
 
 
-def as_dictionary(chunk: dict[str, Any], text: str) -> dict[str, Any]:
-    choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+def as_dictionary(chunk: dict[str, Any]) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": " word"}, "logprobs": None, "finish_reason": None}
     return {**chunk, "choices": [choice]}
 
 

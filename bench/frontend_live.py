@@ -26,16 +26,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import grpc
 
 from base.config import ServerConfig
+from base.metrics import samples_of
 from bench.about_run import about_run, write_result
 from bench.frontend import cpu_seconds
 from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.placing.profile import Profile
 from conductor.profiles.reader import load_profile
+from deploy.api_client import read_text
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 
@@ -270,10 +271,12 @@ def stolen_seconds() -> float:
 
 def buckets(cluster: StubCluster) -> dict[str, float]:
     """Return the conductor's histogram of what dispatch adds, by upper bound in seconds."""
-    with urlopen(f"http://127.0.0.1:{cluster.http_port}/metrics") as response:
-        text = response.read().decode()
-    found = re.findall(r'conductor_ttft_part_seconds_bucket\{le="([^"]+)",part="dispatch"\} (\S+)', text)
-    return {bound: float(count) for bound, count in found}
+    samples = samples_of(read_text(f"127.0.0.1:{cluster.http_port}", "/metrics"))
+    return {
+        labels["le"]: count
+        for name, labels, count in samples
+        if name == "conductor_ttft_part_seconds_bucket" and labels["part"] == "dispatch"
+    }
 
 
 def main() -> None:

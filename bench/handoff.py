@@ -23,7 +23,6 @@ import random
 import statistics
 import tempfile
 import time
-import urllib.request
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,11 +32,13 @@ import grpc
 
 from base.clock import SystemClock
 from base.config import EngineConfig
+from base.metrics import samples_of
 from base.request import RequestId, StopParams
 from bench.about_run import write_result
 from bench.engine_work import GREEDY, ROOT, run_to_end, stepping
 from bench.local_cluster import LocalCluster
 from bench.shapes import about, limits_of, model_config, options_parser, parse_shape, running, write_model
+from deploy.api_client import read_text
 from engine.build import build_engine
 from engine.sequence import Sequence
 from protos import inference_pb2
@@ -98,19 +99,11 @@ def ask(cluster: LocalCluster, token_ids: list[int], new_tokens: int) -> Asked:
 
 
 def _parts(cluster: LocalCluster) -> dict[str, float]:
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=TIMEOUT_S) as answer:
-        lines = answer.read().decode().splitlines()
-    return {
-        name: next(
-            (
-                float(line.split()[-1])
-                for line in lines
-                if line.startswith(f'conductor_ttft_part_seconds_sum{{part="{name}"}}')
-            ),
-            0.0,
-        )
-        for name in PARTS
-    }
+    found = dict.fromkeys(PARTS, 0.0)
+    for name, labels, seconds in samples_of(read_text(f"127.0.0.1:{cluster.http_port}", "/metrics")):
+        if name == "conductor_ttft_part_seconds_sum":
+            found[labels["part"]] = seconds
+    return found
 
 
 def measure(cluster: LocalCluster, length: int, repeats: int, vocab_size: int, rng: random.Random) -> Row:

@@ -16,24 +16,25 @@ import asyncio
 import dataclasses
 import os
 import random
-import re
 import time
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import uvloop
 
+from base.metrics import samples_of
 from base.request import Slo
 from bench.about_run import about_run, write_result
 from bench.frontend import cpu_seconds
+from bench.frontend_live import stolen_seconds
 from bench.overload_client import Client
 from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.placing.profile import Profile
 from conductor.profiles.reader import load_profile
+from deploy.api_client import read_text
 
 PROMPT_TOKENS = 200
 MAX_TOKENS = 16
@@ -168,17 +169,12 @@ async def stretch(client: Client, rate: float, seconds: float, rng: random.Rando
 
 def rejections_within(http_port: int) -> dict[str, float]:
     """Return shares of all rejections by what the conductor itself took, by bound in seconds."""
-    with urlopen(f"http://127.0.0.1:{http_port}/metrics") as response:
-        text = response.read().decode()
-    found = re.findall(r'conductor_rejection_seconds_bucket\{le="([^"]+)"\} (\S+)', text)
-    count = max(1.0, float(dict(found).get("+Inf", 0)))
-    return {bound: float(value) / count for bound, value in found}
-
-
-def taken_by_others_s() -> float:
-    """Return the processor seconds that this machine's host gave to other machines, over all cores."""
-    ticks = Path("/proc/stat").read_text().split(maxsplit=9)[8]
-    return int(ticks) / os.sysconf("SC_CLK_TCK")
+    samples = samples_of(read_text(f"127.0.0.1:{http_port}", "/metrics"))
+    found = {
+        labels["le"]: value for name, labels, value in samples if name == "conductor_rejection_seconds_bucket"
+    }
+    count = max(1.0, found.get("+Inf", 0.0))
+    return {bound: value / count for bound, value in found.items()}
 
 
 async def measure(cluster: StubCluster, overload_s: float) -> dict[str, Any]:
@@ -191,10 +187,10 @@ async def measure(cluster: StubCluster, overload_s: float) -> dict[str, Any]:
             sweep.append(shown(summary(CAPACITY * share, 8.0, rows, WARM_UP_S)))
         peak = max(each.goodput for each in sweep)
         cpu_s, own_s = cpu_seconds(cluster.conductor_pid), time.process_time()
-        taken_s = taken_by_others_s()
+        taken_s = stolen_seconds()
         rows = await stretch(client, CAPACITY * 10, overload_s, rng)
         cpu_s = cpu_seconds(cluster.conductor_pid) - cpu_s
-        own_s, taken_s = time.process_time() - own_s, taken_by_others_s() - taken_s
+        own_s, taken_s = time.process_time() - own_s, stolen_seconds() - taken_s
         overload = shown(summary(CAPACITY * 10, overload_s, rows, WARM_UP_S))
         after = await stretch(client, CAPACITY * 0.7, 12.0, rng)
         shown(summary(CAPACITY * 0.7, 12.0, after, 0.0))

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from base.metrics import samples_of
 from bench.about_run import about_run, write_result
 from bench.frontend_live import HttpClient, quick_profile
 from bench.stub_cluster import StubCluster, stub_cluster
@@ -69,8 +70,7 @@ class Scraper:
 
 def sample(metrics: bytes, name: str) -> float:
     """Return the value of a metric without labels, or the sum over its labels."""
-    lines = (line for line in metrics.decode().splitlines() if line.startswith((f"{name} ", f"{name}{{")))
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    return sum(value for each, _, value in samples_of(metrics.decode()) if each == name)
 
 
 async def measure(cluster: StubCluster, is_loaded: bool) -> dict[str, float]:

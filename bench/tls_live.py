@@ -11,28 +11,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
-from base.config import ServerConfig, TlsConfig
+from base.config import ServerConfig
 from bench.about_run import about_run, write_result
-from bench.frontend import unchecked
+from bench.frontend import certificate, unchecked
 from bench.frontend_live import HttpClient, quick_profile, streamed
 from bench.stub_cluster import stub_cluster
-
-
-def node_certificate(folder: Path) -> TlsConfig:
-    """Return one certificate that is authority, conductor and node in one: enough for a bench."""
-    cert, key = folder / "cert.pem", folder / "cert.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    command += ["-days", "30", "-subj", "/CN=bench", "-keyout", str(key), "-out", str(cert)]
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1,URI:urn:conductor:node"]
-    subprocess.run(command, check=True, capture_output=True)
-    return TlsConfig(str(cert), str(key), str(cert))
 
 
 def main() -> None:
@@ -44,7 +34,10 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {}
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
-        secured = ServerConfig(tls=node_certificate(folder))
+        # authority, conductor and node in one: enough for a bench
+        names = "subjectAltName=DNS:localhost,IP:127.0.0.1,URI:urn:conductor:node"
+        made = certificate(folder, "-addext", names)
+        secured = ServerConfig(tls=replace(made, ca=made.cert))
         clusters = {
             "plain": running.enter_context(stub_cluster(quick_profile(), 1, 1)),
             "tls": running.enter_context(stub_cluster(quick_profile(), 1, 1, secured)),
