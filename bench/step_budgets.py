@@ -40,7 +40,7 @@ from conductor.profiles.reader import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate
-from conductor.replay.trace import Trace, TraceRequest
+from conductor.replay.trace import Trace, TraceRequest, linked
 from conductor.replay.trace_formats import read_trace
 
 BLOCK = 64
@@ -118,13 +118,14 @@ def chats(seconds: float, longest_tokens: int = 24_000) -> Load:
             tokens += int(np.exp(rng.uniform(np.log(100), np.log(4000))))
             lengths.append(tokens)
             tokens += 200
-        row: TraceRequest | None = None
-        for index in range(len(lengths) - 1, -1, -1):
-            blocks = range(first_block, first_block - (-lengths[index] // BLOCK))
-            begins_s = arrival_s if not index else rng.uniform(5.0, 15.0)
-            row = TraceRequest(begins_s, lengths[index], 200, blocks, row)
-        assert row is not None
-        return row
+        # drawn from the last turn on: those of the chats that results were measured with
+        pauses_s = [rng.uniform(5.0, 15.0) for _ in lengths[1:]]
+        return linked(
+            [
+                TraceRequest(begins_s, length, 200, range(first_block, first_block - (-length // BLOCK)))
+                for begins_s, length in zip([arrival_s, *reversed(pauses_s)], lengths, strict=True)
+            ]
+        )
 
     def at(rate: float) -> Trace:
         rng = random.Random(11)

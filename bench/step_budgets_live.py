@@ -31,7 +31,8 @@ from bench.shapes import Shape, about, limits_of, options_parser, parse_shape, r
 from bench.sse_client import Outcome, Server
 from bench.step_budgets import BOUNDS_S, LONGEST_CHUNK, SHORTER, TTFT_S, Load, alike, burst, chats
 from bench.workload import trace_load
-from conductor.replay.trace import Trace, TraceRequest
+from conductor.replay.chains import moved
+from conductor.replay.trace import Trace, TraceRequest, linked, turns
 
 BURST_OF = 5
 """A burst takes so many times as long as the arrivals of another row."""
@@ -89,17 +90,7 @@ def trace_of(row: Row, seconds: float, number: int) -> Trace:
 
 
 def _moved(first: TraceRequest, offset: int) -> TraceRequest:
-    turns: list[TraceRequest] = []
-    turn: TraceRequest | None = first
-    while turn is not None:
-        turns.append(turn)
-        turn = turn.next_turn
-    moved: TraceRequest | None = None
-    for turn in reversed(turns):
-        chain = tuple(block + offset for block in turn.chain)
-        moved = turn._replace(chain=chain, next_turn=moved)
-    assert moved is not None
-    return moved
+    return linked([turn._replace(chain=moved(turn.chain, offset, {})) for turn in turns(first)])
 
 
 def later_turns(outcomes: list[Outcome]) -> dict[str, float]:

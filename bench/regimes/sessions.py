@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import exp
 from random import Random
 
-from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest
+from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest, linked
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,7 @@ def agents(kind: AgentKind, num_requests: int, rate: float, seed: int, is_closed
         turns, next_id = _turns(kind, rng, next_id)
         made += len(turns)
         if is_closed:
-            following: TraceRequest | None = None
-            for turn in reversed(turns):
-                following = turn._replace(next_turn=following)
-            assert following is not None
-            rows.append(following._replace(arrival_s=now_s))
+            rows.append(linked(turns)._replace(arrival_s=now_s))
         else:
             moment_s = now_s
             for number, turn in enumerate(turns):
