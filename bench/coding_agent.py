@@ -29,9 +29,7 @@ from typing import Any
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
 from bench.about_run import about_run, write_result
-from bench.local_cluster import local_cluster
-from deploy.plan import LocalModel
-from engine.model_store import prepare
+from bench.local_cluster import local_cluster, smollm2
 
 COMMANDS = (
     "ls",
@@ -189,11 +187,9 @@ def main() -> None:
     options = parser.parse_args()
     opencode = options.opencode.resolve()
     version = subprocess.run([opencode, "--version"], capture_output=True, text=True, check=True).stdout
-    found = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
-    model = LocalModel(str(found.path), found.model_id, found.name)
     pool = PoolConfig(engine=EngineConfig(kv_cache_gib=0.75, threads=1, chunk_tokens=256))
     config = ClusterConfig(server=ServerConfig(http_port=0, grpc_port=0), prefill=pool, decode=pool)
-    with tempfile.TemporaryDirectory() as name, local_cluster(config, model, Path(name)) as cluster:
+    with tempfile.TemporaryDirectory() as name, local_cluster(config, smollm2(), Path(name)) as cluster:
         folder = Path(name) / "agent"
         folder.mkdir()
         turns = session(opencode, cluster.url, options.calls, folder)

@@ -37,9 +37,9 @@ import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import about_run, write_result
-from bench.local_cluster import local_cluster
+from bench.local_cluster import local_cluster, smollm2
 from bench.others import OthersWatch
-from bench.predict import ask, prompts, wait_for_nodes
+from bench.predict import ask, prompts
 from bench.profile_steps import profile_from_steps
 from bench.stub_cluster import stub_cluster
 from conductor.placing.profile import Profile
@@ -55,12 +55,9 @@ from conductor.replay.conformance import (
 from conductor.replay.outcome import Outcomes
 from conductor.replay.report import aligned
 from deploy.api_client import read_json
-from deploy.plan import LocalModel
-from engine.model_store import prepare
 from protos.inference_pb2_grpc import InferenceStub
 
 BLOCK_SIZE = 32
-CACHE_DIR = Path("~/.cache/conductor-cluster")
 NODES = 2
 """Number of nodes of each role, where they are stubs; of real ones there is one of each."""
 
@@ -109,8 +106,6 @@ def stub_run(log: Path, count: int, rate: float, seed: int) -> None:
 
 def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
     """Serve a load by one prefill and one decode node of SmolLM2; leave its log and their timelines."""
-    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    model = LocalModel(str(prepared.path), prepared.model_id, prepared.name)
     pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=0.75, threads=1))
     config = ClusterConfig(
         server=ServerConfig(http_port=0, grpc_port=0),
@@ -122,8 +117,8 @@ def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
     # A new one each time: a supervisor would go on with the configuration of the round before.
     folder = log.with_suffix("")
     folder.mkdir()
-    with local_cluster(config, model, folder) as cluster:
-        wait_for_nodes(cluster)
+    with local_cluster(config, smollm2(), folder) as cluster:
+        cluster.wait_nodes(2)
         asyncio.run(load(cluster.grpc_address, count, rate, seed, range(16, 49)))
 
 

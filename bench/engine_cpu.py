@@ -25,8 +25,8 @@ from base.config import EngineConfig
 from base.request import RequestId, StopParams
 from bench.about_run import about_run, write_result
 from bench.engine_work import GREEDY, run_to_end, stepping
+from bench.local_cluster import smollm2
 from engine.build import Engine, build_engine
-from engine.model_store import prepare
 from engine.sequence import Sequence
 
 
@@ -67,7 +67,7 @@ def run_theirs(model: AutoModelForCausalLM, workload: Workload, prompts: list[li
 
 
 async def measure(workload: Workload, rounds: int, threads: int) -> dict[str, object]:
-    prepared = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
+    prepared = smollm2()
     config = EngineConfig(device="cpu", threads=threads, kv_cache_gib=0.5)
     engine = build_engine(config, prepared.path, SystemClock())
     theirs = AutoModelForCausalLM.from_pretrained(

@@ -41,14 +41,13 @@ from base.config import ServerConfig, SloConfig, TlsConfig
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken
 from bench.about_run import write_result
+from bench.local_cluster import smollm2
 from conductor.api.completion import Completions, Piece
 from conductor.api.openai_format import CHAT, Choice, Envelope, Shown
 from conductor.api.served_model import ServedModel, load_served_model
 from conductor.api.server import listening, tcp_listener
 from conductor.serving.generated import Generated
-from engine.model_store import prepare
 
-CACHE_DIR = Path("~/.cache/conductor-cluster")
 TLS = "tls"
 SERVERS = ("bare", "conductor", TLS)
 TOKENS = 2_000
@@ -94,8 +93,8 @@ class ReadyTokens:
 
 
 def served_model() -> ServedModel:
-    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    return load_served_model(Path(prepared.path), prepared.name)
+    model = smollm2()
+    return load_served_model(Path(model.path), model.name)
 
 
 async def serve_conductor(tls: TlsConfig) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,20 @@ from base.errors import ConfigError
 from deploy.api_client import read_json, read_text
 from deploy.plan import LocalModel, conductor_processes, node_environment, planned_nodes
 from deploy.supervisor import ProcessSpec, Supervisor
+from engine.model_store import prepare
 
+LOOK_EVERY_S = 0.05
 GRACE_S = 10.0
 """The longest that a process may take to drain when the cluster ends."""
+
+
+CACHE_DIR = Path("~/.cache/conductor-cluster")
+
+
+def smollm2() -> LocalModel:
+    """Return SmolLM2, which is fetched where it is not here; what takes long is said on standard error."""
+    found = prepare("smollm2", CACHE_DIR, partial(print, file=sys.stderr))
+    return LocalModel(str(found.path), found.model_id, found.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,11 @@ class LocalCluster:
         """Return what GET /status answers; raises ApiError."""
         status: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port_of(conductor)}", "/status")
         return status
+
+    def wait_nodes(self, count: int) -> None:
+        """Return when so many nodes are attached to the first conductor."""
+        while len(self.status()["nodes"]) < count:
+            time.sleep(LOOK_EVERY_S)
 
     def metrics(self) -> dict[str, str]:
         """Return what each node answers to GET /metrics, by name; raises ApiError."""

@@ -27,18 +27,15 @@ import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import about_run, write_result
-from bench.local_cluster import LocalCluster, local_cluster
+from bench.local_cluster import local_cluster, smollm2
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Actual, Decision
 from conductor.placing.placement import Placement
 from conductor.placing.profile import Profile
 from conductor.replay.decision_log import read_log
-from deploy.plan import LocalModel
-from engine.model_store import prepare
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 
-CACHE_DIR = Path("~/.cache/conductor-cluster")
 VOCABULARY = 20_000
 WARM_UP = 15
 """Requests one at a time, after which what was learned first weighs a fifth."""
@@ -122,8 +119,6 @@ def errors(found: list[tuple[Decision, Placement, Actual]], profile: Profile) ->
 
 
 def measure(count: int, rate: float) -> dict[str, Any]:
-    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    model = LocalModel(str(prepared.path), prepared.model_id, prepared.name)
     engine = EngineConfig(block_size=32, kv_cache_gib=0.75, threads=1)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "decisions.jsonl"
@@ -133,17 +128,12 @@ def measure(count: int, rate: float) -> dict[str, Any]:
             decode=PoolConfig(engine=engine),
             scheduler=SchedulerConfig(roles="fixed", decision_log=str(log)),
         )
-        with local_cluster(config, model, Path(folder)) as cluster:
-            wait_for_nodes(cluster)
+        with local_cluster(config, smollm2(), Path(folder)) as cluster:
+            cluster.wait_nodes(2)
             asyncio.run(load(cluster.grpc_address, count, rate, random.Random(1)))
         found, profile = pairs(log)
     error = errors(found[WARM_UP:], profile)
     return {"requests": len(found) - WARM_UP, "rate": rate, "relative_error": error}
-
-
-def wait_for_nodes(cluster: LocalCluster) -> None:
-    while len(cluster.status()["nodes"]) < 2:
-        pass
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ import torch
 from base.block_hash import BlockHash
 from base.request import RequestId, SamplingParams, StopParams
 from bench.about_run import about_run, write_result
+from bench.local_cluster import smollm2
 from engine.batch import Batch, build_batch
 from engine.integer_product import IntegerLinear
 from engine.model import PagedModel
-from engine.model_store import prepare
 from engine.packed_linear import PackedLinear, pack_linears
 from engine.paged_cache import PagedCache
 from engine.quantized_linear import quantize_linears, use_cpu_products
@@ -120,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with torch.inference_mode():
-        each = dict(models(Path(prepare("smollm2", Path("~/.cache/conductor-cluster"), print).path)))
+        each = dict(models(Path(smollm2().path)))
         for threads, context in product(options.threads, options.contexts):
             torch.set_num_threads(threads)
             rows.append(compared(each, options.streams, context, options.turns))

@@ -38,15 +38,12 @@ from base.distribution import distribution
 from bench.about_run import about_run, write_result
 from bench.goodput import driven
 from bench.load import warm_up
-from bench.local_cluster import LocalCluster, local_cluster
+from bench.local_cluster import LocalCluster, local_cluster, smollm2
 from bench.others import OthersWatch
 from bench.regimes.sessions import AgentKind, agents
 from bench.sse_client import Server
 from bench.workload import TOKEN_IDS, LoadRequest, gamma_arrivals, trace_load
-from deploy.plan import LocalModel
-from engine.model_store import prepare
 
-CACHE_DIR = Path("~/.cache/conductor-cluster")
 BLOCK_SIZE = 32
 """A sixteenth of a trace's block: so much shorter are the agents' prompts."""
 NODES = 3
@@ -126,8 +123,7 @@ def cluster_config(load: Load, rule: str) -> ClusterConfig:
 
 def started(load: Load, rules: list[str], folder: Path, running: ExitStack) -> dict[str, LocalCluster]:
     """Start a cluster for each rule; return them when all their nodes are attached."""
-    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    model = LocalModel(str(prepared.path), prepared.model_id, prepared.name)
+    model = smollm2()
     modules = {"conductor": "bench.rules_conductor", **load.modules}
     clusters = {}
     for rule in rules:
@@ -135,8 +131,7 @@ def started(load: Load, rules: list[str], folder: Path, running: ExitStack) -> d
         own.mkdir()
         config = cluster_config(load, rule)
         cluster = running.enter_context(local_cluster(config, model, own, modules))
-        while len(cluster.status()["nodes"]) < NODES:
-            time.sleep(0.1)
+        cluster.wait_nodes(NODES)
         clusters[rule] = cluster
     return clusters
 

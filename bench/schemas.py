@@ -37,9 +37,8 @@ from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
 from bench.about_run import about_run, write_result
 from bench.faults.asking import SMALL_MODEL
 from bench.faults.small_model import small_model
-from bench.local_cluster import LocalCluster, local_cluster
+from bench.local_cluster import LocalCluster, local_cluster, smollm2
 from deploy.plan import LocalModel
-from engine.model_store import prepare
 
 SHOWN_CHARS = 120
 """Characters of a schema that the prompt shows: a small model copes with no more."""
@@ -182,12 +181,6 @@ class Killer:
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
 
-    def wait_back(self) -> None:
-        """Return when all nodes are attached again."""
-        pause = threading.Event()
-        while len(self._cluster.status()["nodes"]) < 3:
-            pause.wait(0.2)
-
 
 def killed(
     cluster: LocalCluster, asking: Asking, schemas: list[Any], pool: ThreadPoolExecutor, at_once: int
@@ -202,7 +195,7 @@ def killed(
         killer.kill()
         answers += [call.result() for call in calls]
         kills, num_hit = kills + 1, num_hit + killer.num_hit
-        killer.wait_back()
+        cluster.wait_nodes(3)
     return answers, kills, num_hit
 
 
@@ -243,8 +236,7 @@ def _model(name: str, folder: Path) -> LocalModel:
     (folder / "run").mkdir()
     if name == "small":
         return small_model(folder / "model", TOKENIZER_TOKENS)
-    prepared = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
-    return LocalModel(str(prepared.path), prepared.model_id, prepared.name)
+    return smollm2()
 
 
 def main() -> None:

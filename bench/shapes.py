@@ -258,8 +258,7 @@ def running(model: str, shape: Shape, limits: Limits, logs: Path | None = None) 
             scheduler = replace(config.scheduler, decision_log=str(folder / "decisions.jsonl"))
             config = replace(config, scheduler=scheduler, trace_out=str(folder))
         with local_cluster(config, prepared, folder) as cluster:
-            while len(cluster.status()["nodes"]) < shape.num_nodes:
-                time.sleep(0.05)
+            cluster.wait_nodes(shape.num_nodes)
             print(f"{shape.name}: start-up {time.perf_counter() - started_s:.1f} s", flush=True)
             yield cluster
 

@@ -36,15 +36,14 @@ from base.grants import PeerDescriptor
 from base.messages import NodeInfo
 from base.request import NodeId, Role
 from base.tls import dialling_context
+from bench.local_cluster import smollm2
 from bench.stub_node import StubNode
 from bench.timed_node import TimedNode
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile, profile_json
 from conductor.profiles.reader import load_profile
-from deploy.plan import LocalModel, conductor_process
-from engine.model_store import prepare
+from deploy.plan import conductor_process
 
-CACHE_DIR = Path("~/.cache/conductor-cluster")
 BLOCK_SIZE = 32
 NUM_BLOCKS = 10_000
 NODES_WAIT_S = 60.0
@@ -87,12 +86,12 @@ def stub_cluster(
     """
     server = server or ServerConfig()
     tls = server.tls
-    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
+    model = smollm2()
     pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path = _with_window(Path(prepared.path), folder, max_model_len) if max_model_len else prepared.path
-        model = LocalModel(str(path), prepared.model_id, prepared.name)
+        if max_model_len:
+            model = replace(model, path=str(_with_window(Path(model.path), folder, max_model_len)))
         profile_path, config_path = folder / "profile.json", folder / "conductor.json"
         profile_path.write_text(profile_json(profile))
         cluster = ClusterConfig(

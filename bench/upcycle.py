@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from engine.model_store import prepare
+from bench.local_cluster import smollm2
 from engine.weights import load_model
 
 NUM_EXPERTS = 8
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.upcycle", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
-    source = Path(prepare("smollm2", Path("~/.cache/conductor-cluster"), print).path)
+    source = Path(smollm2().path)
     dense = load_model(source, torch.bfloat16)
     assert isinstance(dense, LlamaForCausalLM)
     mixture = upcycled(dense)

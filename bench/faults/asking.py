@@ -158,14 +158,13 @@ class Clients:
                 self.first_token_at_s.append(answer.arrived_at_s[0])
         return answer
 
-    def ask_many(self, count: int, pause_s: float = 0.0) -> list[Future[None]]:
+    def ask_many(self, count: int) -> list[Future[None]]:
         """Let the clients ask so many requests, each client one after the other; return at once."""
         left = iter(range(count))
 
         def loop() -> None:
             for _ in left:
                 self._one()
-                time.sleep(pause_s)
 
         return [self._threads.submit(loop) for _ in range(self._count)]
 

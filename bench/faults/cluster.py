@@ -6,7 +6,6 @@ The conductor is started as it is deployed, under its supervisor; nodes are fork
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -155,6 +154,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = READY_S) -> flo
     return time.monotonic() - begin_s
 
 
+def supervised_conductor(
+    config: ClusterConfig, model: LocalModel, folder: Path, program: str = "conductor"
+) -> Supervisor:
+    """Start a cluster's conductor under a supervisor, a spare beside it; `program` is its module."""
+    command, values = (sys.executable, "-m", program), asdict(conductor_process(config, model))
+    spec = ProcessSpec("conductor", command, values, {}, str(folder), spare_after_s=SPARE_AFTER_S)
+    return Supervisor(spec, SystemClock())
+
+
 @contextmanager
 def fault_cluster(
     model: LocalModel,
@@ -183,15 +191,7 @@ def fault_cluster(
         scheduler=SchedulerConfig(roles=roles),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    spec = ProcessSpec(
-        "conductor",
-        (sys.executable, "-m", program),
-        dataclasses.asdict(conductor_process(config, model)),
-        {},
-        str(folder),
-        spare_after_s=SPARE_AFTER_S,
-    )
-    conductor = Supervisor(spec, SystemClock())
+    conductor = supervised_conductor(config, model, folder, program)
     forks = NodeForks(node_environment(1))
     try:
         cluster = FaultCluster(conductor, conductor.wait_ready(), forks, folder)

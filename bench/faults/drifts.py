@@ -10,9 +10,7 @@ from typing import Any
 from bench.faults.asking import Clients, drawn_prompts
 from bench.faults.cluster import FaultCluster, fault_cluster
 from bench.faults.kills import counts, leaked_blocks
-from bench.faults.small_model import CACHE_DIR
-from deploy.plan import LocalModel
-from engine.model_store import prepare
+from bench.local_cluster import smollm2
 
 PROMPTS = 12
 LENGTH = (60, 300)
@@ -27,9 +25,7 @@ def roles_drift(count: int) -> dict[str, Any]:
     """Let roles change `count` times under four clients of SmolLM2."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         shape: dict[str, Any] = {"program": "bench.faults.drifting_conductor", "roles": "follow"}
-        prepared = prepare("smollm2", CACHE_DIR, print)
-        model = LocalModel(str(prepared.path), prepared.model_id, "smollm2")
-        with fault_cluster(model, Path(folder) / "run", 2, 2, **shape) as cluster:
+        with fault_cluster(smollm2(), Path(folder) / "run", 2, 2, **shape) as cluster:
             return _drifted(cluster, count)
 
 

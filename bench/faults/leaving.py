@@ -70,7 +70,6 @@ def _leave_http(port: int, prompt: Prompt, stay_s: float, streams: bool) -> None
         "prompt": prompt.token_ids,
         "max_tokens": prompt.max_tokens,
         "ignore_eos": True,
-        "stream": streams,
     }
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/v1/completions", json.dumps(body | {"stream": streams}))

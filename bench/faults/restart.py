@@ -6,7 +6,6 @@ timed is the conductor's start, the nodes' dialling and their registering.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import statistics
@@ -19,17 +18,15 @@ from typing import Any
 
 import grpc
 
-from base.clock import SystemClock
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
 from bench.faults.asking import CHANNEL_OPTIONS, TIMEOUT_S, Prompt, ask
-from bench.faults.cluster import GRACE_S, wait_until
+from bench.faults.cluster import GRACE_S, supervised_conductor, wait_until
 from bench.frontend_live import quick_profile
-from bench.stub_cluster import BLOCK_SIZE, CACHE_DIR
+from bench.local_cluster import smollm2
+from bench.stub_cluster import BLOCK_SIZE
 from conductor.placing.profile import profile_json
 from deploy.api_client import ApiError, read_json
-from deploy.plan import LocalModel, conductor_process
-from deploy.supervisor import SPARE_AFTER_S, STEADY_S, ProcessSpec, Supervisor
-from engine.model_store import prepare
+from deploy.supervisor import STEADY_S, Supervisor
 from protos.inference_pb2_grpc import InferenceStub
 
 NODES_OF_A_ROLE = 8
@@ -38,18 +35,14 @@ PROMPT = Prompt(tuple(range(100, 150)), 4, 1)
 
 def conductor_restarts(count: int) -> dict[str, Any]:
     """Return the row: seconds from SIGKILL to the first token of the next request, and to all nodes."""
-    prepared = prepare("smollm2", CACHE_DIR, print)
-    model = LocalModel(str(prepared.path), prepared.model_id, prepared.name)
+    model = smollm2()
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         profile = Path(name) / "profile.json"
         profile.write_text(profile_json(quick_profile()))
         pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE))
         server = ServerConfig(http_port=0, grpc_port=0)
         config = ClusterConfig(profile=str(profile), server=server, prefill=pool, decode=pool)
-        command, process = (sys.executable, "-m", "conductor"), conductor_process(config, model)
-        values = dataclasses.asdict(process)
-        spec = ProcessSpec("conductor", command, values, {}, name, spare_after_s=SPARE_AFTER_S)
-        conductor = Supervisor(spec, SystemClock())
+        conductor = supervised_conductor(config, model, Path(name))
         try:
             ready = conductor.wait_ready()
             counts = [f"--{role}={NODES_OF_A_ROLE}" for role in ("prefill", "decode")]

@@ -14,16 +14,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.faults.asking import SMALL_MODEL, VOCAB
+from bench.local_cluster import CACHE_DIR, smollm2
 from deploy.plan import LocalModel
 from engine.model_store import prepare
 
-CACHE_DIR = Path("~/.cache/conductor-cluster")
 MAX_MODEL_LEN = 4096
 
 
 def small_model(folder: Path, vocab_size: int = VOCAB) -> LocalModel:
     """Write the model into `folder` and return it; for grammars it has all tokens of the tokenizer."""
-    tokenizer = Path(prepare("smollm2", CACHE_DIR, print).path)
+    tokenizer = Path(smollm2().path)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=256,
