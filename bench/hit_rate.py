@@ -11,7 +11,6 @@ had blocks of 256 tokens, so its partial blocks count where ours do not.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from base.errors import CapacityError
 from bench.about_run import about_run, write_result
+from conductor.replay.trace_formats import read_trace
 from kvstore.eviction import BY_NAME, Eviction
 
 ROOT = Path(__file__).parent.parent
@@ -43,14 +43,13 @@ class HitRate:
     """Wall time of the whole loop, evictions included."""
 
 
-Prompt = tuple[int, list[int]]
+Prompt = tuple[int, Sequence[int]]
 """(tokens, block names)."""
 
 
-def read_trace(path: Path) -> list[Prompt]:
+def prompts_of(path: Path) -> list[Prompt]:
     """Return the prompts of a trace, in order."""
-    rows = (json.loads(line) for line in path.read_text().splitlines() if line)
-    return [(row["input_length"], row["hash_ids"]) for row in rows]
+    return [(row.num_tokens, row.chain) for row in read_trace(path).requests]
 
 
 def hit_rate(prompts: Iterable[Prompt], policy: str, capacity: int) -> HitRate:
@@ -123,7 +122,7 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", type=int, default=list(CAPACITIES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = curves(read_trace(options.trace), options.blocks)
+    rows = curves(prompts_of(options.trace), options.blocks)
     print("hit rate, blocks / tokens")
     print(table(rows))
     result = {

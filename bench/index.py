@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from bench.about_run import about_run, write_result
-from bench.hit_rate import OPEN_TRACE, read_trace
+from bench.hit_rate import OPEN_TRACE, prompts_of
 from bench.place import measure_index
 from kvstore.index import PrefixIndex
 
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("trace", nargs="?", type=Path, default=OPEN_TRACE)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    chains = [chain for _, chain in read_trace(options.trace)]
+    chains = [chain for _, chain in prompts_of(options.trace)]
     indexes = {nodes: filled(chains, nodes) for nodes in SIZES}
     random.Random(1).shuffle(chains)
     means: dict[int, list[float]] = {nodes: [] for nodes in SIZES}

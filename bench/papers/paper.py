@@ -13,12 +13,13 @@ shown); the trace of A Table 3 (any, at a decode-bound split).
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import inf
 from random import Random
-from statistics import fmean
+from statistics import fmean, pstdev
 
 from base.distribution import distribution
 from base.request import Slo
@@ -213,9 +214,9 @@ def anti_phase(trace: Trace, profile: Profile) -> Table:
                 f"{fmean(each.rejections['tbt_late'] for each in outcomes):.0f}",
                 f"{fmean(correlation(*pair) for pair in found):+.2f}",
                 f"{fmean(fmean(queue_s) for queue_s, _ in found):.2f}",
-                f"{fmean(deviation(queue_s) for queue_s, _ in found):.2f}",
+                f"{fmean(pstdev(queue_s) for queue_s, _ in found):.2f}",
                 f"{1e3 * fmean(fmean(step_s) for _, step_s in found):.1f}",
-                f"{1e3 * fmean(deviation(step_s) for _, step_s in found):.2f}",
+                f"{1e3 * fmean(pstdev(step_s) for _, step_s in found):.2f}",
                 f"{period * SAMPLE_S:.0f}",
                 f"{height:+.2f}",
             ]
@@ -296,14 +297,14 @@ def fig12_arxiv(trace: Trace, profile: Profile) -> Table:
     return Table("A Fig. 12: rate with P90 TTFT <= 10x and P90 TBT <= 5x those at the lowest rate", rows)
 
 
-def halves(num_tokens: int, rate: float, count: int = 160, bases: int = 4) -> Trace:
+def halves(num_tokens: int, rate: float) -> Trace:
     """Return Poisson arrivals of prompts whose first half is one of a few, with outputs of 512 tokens."""
     rng = Random(f"halves {num_tokens}")
     half = num_tokens // 2 // DEFAULT_BLOCK_SIZE
     now_s, requests = 0.0, []
-    for number in range(count):
+    for number in range(HALVES):
         now_s += rng.expovariate(1.0) / rate
-        base, own = rng.randrange(bases) * half, (bases + number) * half
+        base, own = rng.randrange(BASES) * half, (BASES + number) * half
         chain = (*range(base, base + half), *range(own, own + half))
         requests.append(TraceRequest(now_s, num_tokens, 512, chain))
     return Trace(f"{num_tokens} tokens, half cached", DEFAULT_BLOCK_SIZE, requests)
@@ -329,6 +330,7 @@ def _p90(outcomes: Outcomes, values: array[float]) -> float:
 
 
 LOWEST_RATE, HIGHEST_RATE = 0.02, 10.0
+HALVES, BASES = 160, 4
 
 
 def _disaggregated(trace: Trace, profile: Profile) -> Outcomes:
@@ -368,18 +370,10 @@ def hit_rate(trace: Trace, cache_tokens: int) -> float:
 
 def correlation(first: list[float], second: list[float]) -> float:
     """Return Pearson's correlation; 0 where one of them is constant."""
-    spread = deviation(first) * deviation(second)
-    first_mean, second_mean = fmean(first), fmean(second)
-    together = fmean(
-        (one - first_mean) * (other - second_mean) for one, other in zip(first, second, strict=True)
-    )
-    return together / spread if spread else 0.0
-
-
-def deviation(values: list[float]) -> float:
-    """Return the standard deviation."""
-    mean = fmean(values)
-    return sqrt(fmean((value - mean) ** 2 for value in values))
+    try:
+        return statistics.correlation(first, second)
+    except statistics.StatisticsError:
+        return 0.0
 
 
 def _prefixes(trace: Trace, cache_tokens: int) -> list[tuple[int, int]]:

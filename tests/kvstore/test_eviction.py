@@ -7,7 +7,7 @@ import pytest
 
 from base.config import EVICTION_POLICIES
 from base.errors import CapacityError
-from bench.hit_rate import OPEN_TRACE, hit_rate, insert_rest, read_trace
+from bench.hit_rate import OPEN_TRACE, hit_rate, insert_rest, prompts_of
 from kvstore.admission import Admission
 from kvstore.eviction import BY_NAME, Eviction, kept_while_it_may_return, length_aware, lfu, lru
 from tests.effort import counting
@@ -218,13 +218,13 @@ def test_the_configuration_knows_the_policies_that_there_are():
 @pytest.mark.full
 def test_admission_beats_the_policies_of_the_paper_on_the_open_trace():
     capacity = 2_000
-    prompts = read_trace(OPEN_TRACE)[:4_000]
+    prompts = prompts_of(OPEN_TRACE)[:4_000]
     best = max(hit_rate(prompts, name, capacity).blocks for name in ("lru", "lfu", "length_aware"))
     assert hit_rate(prompts, "admission", capacity).blocks > best
 
 
 @needs_trace
 def test_unlimited_hit_rate_of_the_open_trace_is_the_ideal_one():
-    rate = hit_rate(read_trace(OPEN_TRACE), "lru", 1_000_000)
+    rate = hit_rate(prompts_of(OPEN_TRACE), "lru", 1_000_000)
     assert rate.tokens == pytest.approx(0.3736, abs=0.0005)
     assert rate.blocks == pytest.approx(0.3664, abs=0.0005)
