@@ -90,11 +90,13 @@ class SimEngine:
         self._on_computed, self._on_finished = on_computed, on_finished
         self._queue: deque[SimRequest] = deque()
         self._prompts: list[SimRequest] = []
-        self._prompt_tokens = 0  # of KV of the prompts that were let in, computed or not
+        self.prompt_tokens = 0
+        """Tokens of KV of the prompts that were let in, computed or not; to be read only, as the next two."""
+        self.batch = self.context_tokens = 0
+        """Sequences decoding, and their tokens of KV when their present segment began."""
         self.joining: deque[SimRequest] = deque()
         """The sequences that decode as soon as a step has place for them; to be read only."""
         self._running: list[tuple[int, int, SimRequest]] = []
-        self._batch = self._context_tokens = 0
         self._step = self._num_joined = 0
         self._joined_s = 0.0  # seconds that those new to the next step add to it
         self._segments = Segments()
@@ -108,16 +110,6 @@ class SimEngine:
         self._known = KnownArrivals()
 
     @property
-    def batch(self) -> int:
-        """Sequences decoding."""
-        return self._batch
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of KV of the batch when its present segment began."""
-        return self._context_tokens
-
-    @property
     def num_waiting(self) -> int:
         """Prompts and sequences that are in no step yet."""
         return len(self._queue) + len(self.joining)
@@ -126,11 +118,6 @@ class SimEngine:
     def num_prompts(self) -> int:
         """Prompts of which a part is computed or in the present step."""
         return len(self._prompts)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of KV of the prompts that were let in, computed or not."""
-        return self._prompt_tokens
 
     @property
     def queued_tokens(self) -> int:
@@ -168,7 +155,7 @@ class SimEngine:
             self._queue.remove(request)
         elif request in self._prompts:
             self._prompts.remove(request)
-            self._prompt_tokens -= request.num_tokens
+            self.prompt_tokens -= request.num_tokens
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not request]
             if (steps := self._num_begun(now_s)) < self._steps:
                 self._begin(steps)
@@ -187,7 +174,7 @@ class SimEngine:
         self._queue.clear()
         self._prompts.clear()
         self._chunks.clear()
-        self._prompt_tokens = self._steps = 0
+        self.prompt_tokens = self._steps = 0
         self._version += 1
         return everyone
 
@@ -253,7 +240,7 @@ class SimEngine:
     def _plan(self, now_s: float, foreseen_s: float) -> None:
         """Begin the steps that go alike from now on, which was foreseen to be then."""
         self._started_at_s = now_s
-        if self._batch > 1:
+        if self.batch > 1:
             self._make_room()
         has_passed = False
         if self._prompts or (self._queue and self._known.first(self._queue) is not None):
@@ -263,8 +250,8 @@ class SimEngine:
         self._num_starved = self._num_starved + 1 if has_passed else 0
         if self._chunks:
             self._plan_chunks()
-        elif batch := self._batch:
-            self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
+        elif batch := self.batch:
+            self._first_s = self._cost.decode_step_s(batch, self.context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
             self._learned.begins(False, self._first_s - self._joined_s, self._joined_s)
             asks_again = has_passed or self._joined_s or not self._known.are_all
@@ -273,35 +260,35 @@ class SimEngine:
 
     def _num_alike(self) -> int:
         """Return the steps until the first of the batch ends, or its KV has no room."""
-        batch = self._batch
+        batch = self.batch
         steps = self._running[0][0] - self._step
-        left = self.capacity_tokens - self._context_tokens - self._prompt_tokens
+        left = self.capacity_tokens - self.context_tokens - self.prompt_tokens
         return max(1, left // batch) if steps * batch > left and batch > 1 else steps
 
     def _plan_chunks(self) -> None:
         """Begin the steps with the chunks that were taken."""
         work = work_of(self._chunks)
         beside_s = self._joined_s + work.beside_s
-        batch = self._batch + work.num_single
-        context_tokens = self._context_tokens + work.single_context
+        batch = self.batch + work.num_single
+        context_tokens = self.context_tokens + work.single_context
         self._growth_s, steps = 0.0, 1
         first, tokens = self._chunks[0]
         if not self._chunk_tokens:
-            step_s = self._cost.decode_step_s(self._batch, self._context_tokens) if self._batch else 0.0
+            step_s = self._cost.decode_step_s(self.batch, self.context_tokens) if self.batch else 0.0
         elif work.new_tokens:
             step_s = self._cost.step.with_chunks_s(work.new_tokens, work.attended, batch, context_tokens)
         else:
             step_s = self._cost.decode_step_s(batch, context_tokens)
         self._first_s = beside_s + step_s
         self._learned.begins(any(tokens > 1 for _, tokens in self._chunks), step_s, beside_s)
-        waits_for_nobody = not (self._batch or self.joining) or self._budget_cost is None
+        waits_for_nobody = not (self.batch or self.joining) or self._budget_cost is None
         is_alone = len(self._chunks) == 1 and not self._launches_ahead
         if is_alone and tokens == self._budget and not beside_s and waits_for_nobody:
             steps = (first.num_tokens - first.computed_tokens) // tokens
-            if self._batch:
+            if self.batch:
                 steps = min(steps, self._num_alike())
-            attention_s = self._cost.step.attention_s(tokens, tokens + self._batch)
-            self._growth_s = 2 * attention_s * tokens**2 + self._token_s * self._batch
+            attention_s = self._cost.step.attention_s(tokens, tokens + self.batch)
+            self._growth_s = 2 * attention_s * tokens**2 + self._token_s * self.batch
         self._begin(steps)
 
     def _take_chunks(self, now_s: float, foreseen_s: float) -> bool:
@@ -325,12 +312,12 @@ class SimEngine:
             if first is not None and first.order < prompt.order and self._enter(first):
                 joining.popleft()
                 continue
-            held = self._context_tokens + self._prompt_tokens + sum(map(_context, joining))
+            held = self.context_tokens + self.prompt_tokens + sum(map(_context, joining))
             if held and held + prompt.num_tokens > self.capacity_tokens:
                 break
             self._take_chunk(self._let_in(prompt, now_s), step)
         self._admit()
-        if not (self._chunks or self._batch) and self._known.until_step == inf:
+        if not (self._chunks or self.batch) and self._known.until_step == inf:
             step = BudgetedStep(step.tokens_left)  # nobody decodes after all: who was to has no place
             for request in self._prompts:
                 self._take_chunk(request, step)
@@ -345,7 +332,7 @@ class SimEngine:
 
     def _budgeted_step(self, now_s: float) -> BudgetedStep:
         """Return the next step as it is before any prompt has taken of it."""
-        batch, context_tokens = self._batch, self._context_tokens
+        batch, context_tokens = self.batch, self.context_tokens
         for request in self._prompts:
             if request.num_tokens - request.computed_tokens == 1:
                 batch += 1
@@ -369,7 +356,7 @@ class SimEngine:
             request.found_blocks = None
         request.started_at_s, request.beside_s = now_s, self._on_start(request, now_s)
         request.computed_tokens = request.prefix_tokens
-        self._prompt_tokens += request.num_tokens
+        self.prompt_tokens += request.num_tokens
         self._prompts.append(request)
         return request
 
@@ -385,7 +372,7 @@ class SimEngine:
             self.busy_s += now_s - self._started_at_s
         self._started_at_s = now_s
         self._num_ended += steps
-        if self._batch:
+        if self.batch:
             self._close(steps)
             self._finish(now_s)
         if self._chunks:
@@ -394,7 +381,7 @@ class SimEngine:
                 request.computed_tokens += steps * tokens
                 if request.computed_tokens == request.num_tokens:
                     self._prompts.remove(request)
-                    self._prompt_tokens -= request.num_tokens
+                    self.prompt_tokens -= request.num_tokens
                 self._on_computed(request, now_s)
         self._is_between_steps = False
         if self._launches_ahead:
@@ -412,7 +399,7 @@ class SimEngine:
         growth_s = self._growth_s
         self._segments.add(self._first_s + growth_s * (steps - 1), steps, growth_s)
         self._step += steps
-        self._context_tokens += steps * self._batch
+        self.context_tokens += steps * self.batch
 
     def _finish(self, now_s: float) -> None:
         """Let those go whose last token the segment made."""
@@ -428,7 +415,7 @@ class SimEngine:
 
     @property
     def _has_place(self) -> bool:
-        return self._batch + len(self._prompts) < self._max_batch
+        return self.batch + len(self._prompts) < self._max_batch
 
     def _admit(self) -> None:
         """Let those who wait to decode join, first come first served, as far as places and KV go."""
@@ -438,11 +425,11 @@ class SimEngine:
 
     def _enter(self, request: SimRequest, is_new: bool = False) -> bool:
         """Let a sequence join if its KV fits; an empty batch takes any. `is_new`: see `BatchSlack.joined`."""
-        batch, context_tokens = self._batch, self._context_tokens + request.context_tokens
-        if batch and context_tokens + self._prompt_tokens + batch >= self.capacity_tokens:
+        batch, context_tokens = self.batch, self.context_tokens + request.context_tokens
+        if batch and context_tokens + self.prompt_tokens + batch >= self.capacity_tokens:
             return False
-        self._batch = batch + 1
-        self._context_tokens = context_tokens
+        self.batch = batch + 1
+        self.context_tokens = context_tokens
         self._num_joined = request.join_number = self._num_joined + 1
         self._joined_s += request.join_s
         request.finish_step = self._step + request.steps_left
@@ -464,14 +451,14 @@ class SimEngine:
             request.gaps += gaps
             request.token_at_s = self._started_at_s
         request.steps_left = steps_left
-        self._context_tokens -= request.context_tokens + steps
+        self.context_tokens -= request.context_tokens + steps
         request.context_tokens += steps
-        self._batch -= 1
+        self.batch -= 1
 
     def _make_room(self) -> None:
         """Preempt the newest of the batch while its next step has no room."""
-        running, most = self._running, self.capacity_tokens - self._prompt_tokens
-        while self._batch > 1 and self._context_tokens + self._batch > most:
+        running, most = self._running, self.capacity_tokens - self.prompt_tokens
+        while self.batch > 1 and self.context_tokens + self.batch > most:
             newest = max(running, key=_joined)
             running.remove(newest)
             heapify(running)

@@ -15,12 +15,20 @@ its output events. Sessions share nothing with each other, and a subagent is a s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from conductor.replay.chains import JoinedChain
 from conductor.replay.trace import DEFAULT_BLOCK_SIZE, TraceRequest, linked
-from conductor.replay.trace_rows import Row, TraceFile, block_ids, client, count, json_object, moment
+from conductor.replay.trace_rows import (
+    Row,
+    TraceFile,
+    block_ids,
+    client,
+    count,
+    json_object,
+    moment,
+    text_date_s,
+)
 
 CALLS = ("n", "s")
 """Types of WEKA's entries that are requests: plain and streamed."""
@@ -225,8 +233,4 @@ def _round(row: Row, number: int) -> _Round:
 
 
 def _stamp(event: Row) -> float:
-    try:
-        date = datetime.fromisoformat(event["timestamp"])
-    except (KeyError, TypeError, ValueError):
-        raise ValueError("timing_events: a timestamp is wanted, as 2026-05-01T12:00:00Z") from None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    return text_date_s(str(event.get("timestamp")), "timing_events: a timestamp")

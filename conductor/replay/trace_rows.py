@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +127,15 @@ def text_seconds(text: str, name: str) -> float:
     if not abs(value) < 1e15:
         raise ValueError(f"{name}: a time in seconds is wanted, not {_shown(text)}")
     return value
+
+
+def text_date_s(text: str, name: str) -> float:
+    """Return a date's seconds; one without a zone is of UTC, so that no summer time moves a row."""
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{name}: a date is wanted, not {_shown(text)}") from None
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 def block_ids(ids: object) -> Sequence[int]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from base.errors import ConfigError
 from conductor.replay.trace import DEFAULT_BLOCK_SIZE, TraceRequest
-from conductor.replay.trace_rows import TraceFile, text_count, text_seconds
+from conductor.replay.trace_rows import TraceFile, text_count, text_date_s, text_seconds
 
 
 class _Table(NamedTuple):
@@ -21,18 +20,9 @@ class _Table(NamedTuple):
     moment: Callable[[str, str], float]
 
 
-def _date_s(text: str, name: str) -> float:
-    """Return a date's seconds; one without a zone is of UTC, so that no summer time moves a row."""
-    try:
-        date = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"{name}: a date is wanted, not {text[:40]!r}") from None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
-
-
 TABLES = {
     "burstgpt": _Table(("Timestamp", "Request tokens", "Response tokens"), text_seconds),
-    "azure": _Table(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _date_s),
+    "azure": _Table(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), text_date_s),
 }
 
 
