@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from bench.transfer_rivals import piped
+
 ROOT = Path(__file__).parent.parent
 
 PutAndGet = Callable[[list[float], list[float]], None]
@@ -24,11 +26,10 @@ def mooncake_store(python: Path, block_bytes: int, num_blocks: int) -> Iterator[
     """Mooncake's master, a process that offers memory, and one that puts and gets when called."""
     port = free_port()
     driver = [str(python), str(ROOT / "bench" / "mooncake_store_driver.py")]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with ExitStack() as stack:
 
         def started(*command: str) -> subprocess.Popen[str]:
-            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
+            child = piped(list(command))
             stack.callback(child.wait)
             stack.callback(child.terminate)
             return child
@@ -50,9 +51,7 @@ def mooncake_store(python: Path, block_bytes: int, num_blocks: int) -> Iterator[
 @contextmanager
 def lmcache(python: Path, block_bytes: int, num_blocks: int) -> Iterator[PutAndGet]:
     """LMCache's CPU backend in a process of its own."""
-    command = [str(python), str(ROOT / "bench" / "lmcache_driver.py")]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True) as child:
+    with piped([str(python), str(ROOT / "bench" / "lmcache_driver.py")]) as child:
         try:
             answer_of(child, '{"ready"')
             yield asked(child, block_bytes, num_blocks)

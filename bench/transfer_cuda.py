@@ -31,6 +31,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from bench.transfer import say
 from transfer.agent import TransferAgent
 from transfer.batch import Pieces, pieces_of
 from transfer.gpu.kernels.copy_ranges import copy_ranges
@@ -121,11 +122,6 @@ def pattern(seed: int) -> torch.Tensor:
     base = torch.randint(0, 256, (NUM_BYTES // 64,), dtype=torch.uint8, generator=generator)
     blocks = base.repeat(64).view(-1, 1 << 14)
     return (blocks + torch.arange(len(blocks)).to(torch.uint8)[:, None]).view(-1)
-
-
-def say(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
 
 
 class Child:

@@ -96,9 +96,9 @@ class Mooncake:
     """Two processes with Mooncake's transfer engine over tcp, defaults, P2P handshake."""
 
     def __init__(self, python: str, num_bytes: int, stack: ExitStack) -> None:
-        target = stack.enter_context(_process([python, str(_DRIVER), "target", str(num_bytes)]))
+        target = stack.enter_context(piped([python, str(_DRIVER), "target", str(num_bytes)]))
         about = _answer(target)
-        self._source = stack.enter_context(_process([python, str(_DRIVER), "source"]))
+        self._source = stack.enter_context(piped([python, str(_DRIVER), "source"]))
         self._send(f"{about['address']} {about['pointer']} {num_bytes}")
         _answer(self._source)
         stack.callback(self._source.terminate)
@@ -130,7 +130,7 @@ class IbWriteBw:
         command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-F", "--report_gbits", "-p", str(self._port)]
         command += ["-s", str(block), "-n", str(max(5, batch * count))]
         command += ["-t", str(self._depth)]
-        with _process(command) as server:
+        with piped(command) as server:
             while not _listens(self._port):
                 time.sleep(0.1)
             client = subprocess.run([*command, "127.0.0.1"], capture_output=True, text=True, check=True)
@@ -151,7 +151,8 @@ def _listens(port: int) -> bool:
     return False
 
 
-def _process(command: list[str]) -> subprocess.Popen[str]:
+def piped(command: list[str]) -> subprocess.Popen[str]:
+    """Start a rival that is spoken to over pipes; what it logs goes nowhere."""
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
