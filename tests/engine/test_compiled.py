@@ -93,5 +93,6 @@ def test_kernels_are_launched_early_where_each_reads_something() -> None:
     assert early_launches(lambda x: x.softmax(-1) + x.split(2, 1)[0].sum())
 
 
+@pytest.mark.full
 def test_kernels_are_not_launched_early_beside_one_that_reads_nothing() -> None:
     assert not early_launches(lambda x: torch.zeros_like(x).scatter(1, x.argmax(1)[:, None], 1.0) + x)

@@ -278,6 +278,7 @@ def test_a_rank_that_takes_nothing_is_ended_while_somebody_sends_to_it() -> None
     assert not sending.is_alive()
 
 
+@pytest.mark.full
 def test_a_rank_whose_engine_is_killed_while_it_joins_ends_too(tmp_path: Path) -> None:
     program = (
         "import sys\n"
