@@ -240,7 +240,7 @@ TARGETS: dict[str, Target] = {
         _parsed(nodes_pb2.ConductorMessage, to_node_from, lease_from), _conductor_messages(), (DecodeError,)
     ),
     "store-member": Target(member_from_bytes, [b"\x0a\x01n\x10\x07"], (DecodeError, ProtocolError)),
-    "store-chain": Target(chain_from, [bytes(range(16)) * 2], (ProtocolError,)),
+    "store-chain": Target(chain_from, [bytes(range(32))], (ProtocolError,)),
     "record": Target(
         header_or_none, [encode_header(RecordHeader(HASH, 4096, 1, 99, 7))[:128], b"\0" * HEADER_BYTES]
     ),
