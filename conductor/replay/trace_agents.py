@@ -233,4 +233,4 @@ def _round(row: Row, number: int) -> _Round:
 
 
 def _stamp(event: Row) -> float:
-    return text_date_s(str(event.get("timestamp")), "timing_events: a timestamp")
+    return text_date_s(event.get("timestamp", ""), "timing_events: timestamp")

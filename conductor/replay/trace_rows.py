@@ -133,8 +133,8 @@ def text_date_s(text: str, name: str) -> float:
     """Return a date's seconds; one without a zone is of UTC, so that no summer time moves a row."""
     try:
         date = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"{name}: a date is wanted, not {_shown(text)}") from None
+    except (TypeError, ValueError):  # a row of JSON may have a number there
+        raise ValueError(f"{name}: a date is wanted, as 2026-05-01T12:00:00Z, not {_shown(text)}") from None
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 

@@ -156,7 +156,9 @@ def test_compaction_shortens_what_is_kept(tmp_path) -> None:
         ({"prefix_tokens": -1}, "prefix_tokens: a whole number"),
         ({"output_tokens": None}, "output_tokens: a whole number"),
         ({"timing_events": []}, "timing_events: an input or an output event"),
-        ({"timing_events": [{"event_type": "text", "timestamp": "noon"}]}, "timing_events: a timestamp"),
+        ({"timing_events": [{"event_type": "text", "timestamp": "noon"}]}, "timing_events: timestamp: "),
+        ({"timing_events": [{"event_type": "text", "timestamp": 1777061212345}]}, "timing_events: timestamp"),
+        ({"timing_events": [{"event_type": "text"}]}, "timing_events: timestamp: .* as 2026-05-01T12:00:00Z"),
         ({"session_id": None}, "session_id: a name"),
     ],
 )
