@@ -57,3 +57,5 @@ class Progress:
             self._status.start()
         else:
             self._status.stop()
+            # one that is started again takes the line above it for its own, where its last text had two
+            self._status = self._console.status("")
