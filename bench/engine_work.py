@@ -196,4 +196,5 @@ class Driver:
         if waiting not in done:
             waiting.cancel()
             self._steps.result()  # raises what ended the engine's loop
+        waiting.result()  # raises what a sequence was refused with
         return [at[step] for step in sorted(at)]
