@@ -38,7 +38,7 @@ Block = TypeVar("Block", bound=Hashable)
 """The name of a block: a `BlockHash` in a store, an integer in a trace."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Entry(Generic[Block]):
     """A block's place in the tree and its uses, from which its rank is computed."""
 

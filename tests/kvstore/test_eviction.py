@@ -9,7 +9,7 @@ from base.config import EVICTION_POLICIES
 from base.errors import CapacityError
 from bench.hit_rate import OPEN_TRACE, hit_rate, insert_rest, prompts_of
 from kvstore.admission import Admission
-from kvstore.eviction import BY_NAME, Eviction, kept_while_it_may_return, length_aware, lfu, lru
+from kvstore.eviction import BY_NAME, Entry, Eviction, kept_while_it_may_return, length_aware, lfu, lru
 from tests.effort import counting
 
 needs_trace = pytest.mark.skipif(
@@ -228,3 +228,10 @@ def test_unlimited_hit_rate_of_the_open_trace_is_the_ideal_one():
     rate = hit_rate(prompts_of(OPEN_TRACE), "lru", 1_000_000)
     assert rate.tokens == pytest.approx(0.3736, abs=0.0005)
     assert rate.blocks == pytest.approx(0.3664, abs=0.0005)
+
+
+def test_a_block_is_shown_without_the_chain_that_it_ends():
+    last = None
+    for number in range(5_000):
+        last = Entry(number, last, number, 0)
+    assert len(repr(last)) < 100
