@@ -370,10 +370,8 @@ def hit_rate(trace: Trace, cache_tokens: int) -> float:
 
 def correlation(first: list[float], second: list[float]) -> float:
     """Return Pearson's correlation; 0 where one of them is constant."""
-    try:
-        return statistics.correlation(first, second)
-    except statistics.StatisticsError:
-        return 0.0
+    is_constant = len(set(first)) < 2 or len(set(second)) < 2
+    return 0.0 if is_constant else statistics.correlation(first, second)
 
 
 def _prefixes(trace: Trace, cache_tokens: int) -> list[tuple[int, int]]:

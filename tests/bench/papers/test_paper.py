@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from random import Random
-from statistics import pstdev
+from statistics import StatisticsError, pstdev
 
 import pytest
 
@@ -66,6 +66,8 @@ def test_correlation_of_known_series() -> None:
     rising, falling = [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]
     assert correlation(rising, falling) == pytest.approx(-1.0)
     assert correlation(rising, [5.0, 5.0, 5.0]) == 0.0
+    with pytest.raises(StatisticsError):
+        correlation(rising, [*rising, 4.0])
 
 
 def test_bursts_are_bursts_and_the_mean_rate_stays() -> None:
