@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from math import isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 from typing import Any, NamedTuple
 
 from base.clock import Clock
@@ -105,7 +105,7 @@ class PageData:
 
     async def answer(self, name: str) -> bytes | dict[str, Any] | None:
         """Return the answer as JSON, packed or for packing; None: nothing has such a name."""
-        made_at_s, body = self._kept.get(name, (-KEPT_S, b""))
+        made_at_s, body = self._kept.get(name, (-inf, b""))
         if self._clock.now_s() - made_at_s < KEPT_S:
             return body
         if make := self._answers.get(name):

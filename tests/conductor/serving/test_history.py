@@ -38,6 +38,7 @@ from tests.conductor.builders import (
     require_placement,
 )
 from tests.conductor.histories import COST, SINCE_1970_S, Line, attach, make_history
+from tests.manual_clock import ManualClock
 
 SLO = SloConfig(ttft_s=2.0)
 MOST_BYTES = 8 << 20
@@ -262,11 +263,11 @@ class Idle:
     queue = Line()
 
 
-def data_of(cluster):
+def data_of(cluster, clock=None):
     decisions = Decisions(COST, SchedulerSettings())
     settings = PageSettings(SLO)
     return PageData(
-        cluster.history, Idle(), cluster.membership, cluster.view, decisions, settings, cluster.clock
+        cluster.history, Idle(), cluster.membership, cluster.view, decisions, settings, clock or cluster.clock
     )
 
 
@@ -298,6 +299,13 @@ async def test_other_names_have_no_answer(name):
     cluster = Cluster()
     cluster.pass_seconds(10)
     assert await data_of(cluster).answer(name) is None
+
+
+async def test_nothing_is_taken_for_kept_on_a_clock_that_begins_below_zero():
+    cluster = Cluster()
+    data = data_of(cluster, ManualClock(-1_000.0))
+    assert await data.answer("x") is None
+    assert json.loads(await data.answer("now"))
 
 
 async def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
