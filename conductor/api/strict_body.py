@@ -45,10 +45,9 @@ class TextPart(StrictBody):
     type: ShortName
     text: str | None = None
 
-    @property
-    def shown(self) -> str | None:
-        """The text that the prompt has of it."""
-        return self.text
+    def shown(self, param: str) -> str:
+        """Return the text that the prompt has of it; raises InvalidRequestError where there is none."""
+        return required(self.text, f"{param}.text")
 
 
 def content_kind(value: Any) -> str:
@@ -77,7 +76,7 @@ def joined_text(
     for index, part in enumerate(required(content, param)):
         if part.type not in types:
             raise invalid(f"{param}[{index}].type", f"{part.type!r} is not supported, text is")
-        lines.append(required(part.shown, f"{param}[{index}].text"))
+        lines.append(part.shown(f"{param}[{index}]"))
     return "\n".join(lines)
 
 

@@ -53,9 +53,8 @@ _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_t
 class ItemPart(TextPart):
     refusal: str | None = None
 
-    @property
-    def shown(self) -> str | None:
-        return self.refusal if self.type == "refusal" else self.text
+    def shown(self, param: str) -> str:
+        return required(self.refusal, f"{param}.refusal") if self.type == "refusal" else super().shown(param)
 
 
 _plain = partial(joined_text, types=(*_TEXT_TYPES, "refusal"))

@@ -322,6 +322,14 @@ HOSTILE = {
         {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
         "input[0].content[0].type",
     ),
+    "a refusal without one": (
+        {"input": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]},
+        "input[0].content[0].refusal",
+    ),
+    "a text without one": (
+        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        "input[0].content[0].text",
+    ),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     "an item of nothing": ({"input": [{}]}, "input[0].type"),
     "a role of none": ({"input": [{"role": "root", "content": "x"}]}, "input[0].role"),
