@@ -108,13 +108,16 @@ def build_engine(
     """Load a prepared model and lay out its cache, as `assemble_engine`. Blocks for seconds.
 
     Args:
-        rank_module: Module that the other ranks run, if the configuration has any.
+        rank_module: Module that the other ranks run; empty: the configuration has none.
         for_ranks: More for its `join_ranks` to return; JSON.
         rounded: As for `load_weights`.
 
-    Raises ConfigError if the model cannot be served, or no block fits into the cache."""
+    Raises ConfigError if the model cannot be served, or no block fits into the cache; ValueError if ranks
+    have no module: they would end at once, and this process with them."""
     _require_fitting(config, Path(model_path))
     shape = GroupShape(config.tensor_parallel, config.pipeline_parallel)
+    if shape.size > 1 and not rank_module:
+        raise ValueError(f"{shape.size} ranks need a rank_module")
     num_threads = config.threads or len(os.sched_getaffinity(0))
     num_threads = max(1, num_threads // shape.size)
     torch.set_num_threads(num_threads)

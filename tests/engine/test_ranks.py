@@ -97,6 +97,13 @@ def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
         ]
 
 
+def test_ranks_without_a_module_are_not_started(tmp_path: Path) -> None:
+    make_family("llama with all heads").config.save_pretrained(tmp_path)
+    config = EngineConfig(device="cpu", threads=1, tensor_parallel=2)
+    with pytest.raises(ValueError, match="2 ranks need a rank_module"):
+        build_engine(config, str(tmp_path), SystemClock())
+
+
 def test_no_step_is_run_after_one_that_rank_0_left_half_done(tmp_path: Path) -> None:
     """The other ranks are in the middle of it, and would take the next step's sums for this one's."""
     make_family("llama with all heads").save_pretrained(tmp_path)
