@@ -307,7 +307,9 @@ def _last_line(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.model_store")
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.model_store", description="Print the folder, id and name of a model as JSON."
+    )
     parser.add_argument("reference", help=f"a folder, a .gguf file, a hub name or {SMOLLM2}")
     parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))
     arguments = parser.parse_args()

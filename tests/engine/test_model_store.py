@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from base.errors import ConfigError
-from engine.model_store import prepare
+from engine.model_store import main, prepare
 from engine.weights import convert_gguf, load_model
 
 VOCABULARY = ["a", "b", "ab", "aba", *(f"t{index}" for index in range(60))]
@@ -285,3 +285,10 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
     assert finished.returncode == 1
     assert finished.stdout == ""
     assert finished.stderr == f"{tmp_path}: config.json is missing\n"
+
+
+def test_the_command_says_what_it_is_for(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["model_store", "-h"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Print the folder, id and name of a model as JSON." in capsys.readouterr().out
