@@ -8,7 +8,7 @@ as they will compute requests': they may be wrong on one card alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -138,7 +138,7 @@ def relative_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _largest_error(
-    model: PagedModel, layout: KvLayout, expected: torch.Tensor, logits_of: LogitsOf, counts: Iterable[int]
+    model: PagedModel, layout: KvLayout, expected: torch.Tensor, logits_of: LogitsOf, counts: Collection[int]
 ) -> float:
     """Return the largest relative error of the steps, each of so many sequences; NaN if one is."""
     token_ids, num_blocks = checked_tokens(model.vocab_size), checked_blocks(layout)
