@@ -21,11 +21,6 @@ CHECKSUM_KIND = "xxh3"
 DEVICE_CHECKSUM_KIND = "sum-words"
 """The name of the other, which a GPU makes. Its sums of the parts of a block add up to the block's."""
 
-RunningChecksum = xxhash.xxh3_64
-"""The checksum of bytes that come in parts, each summed while a processor's cache has it.
-
-`update` takes the next contiguous bytes in; `intdigest` returns `checksum` of all so far."""
-
 _KEY_STEP = np.uint64(0x9E3779B1)
 _OTHER_KEY = np.uint64(0x85EBCA77)
 _LOW = np.uint64(0xFFFFFFFF)

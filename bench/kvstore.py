@@ -194,7 +194,7 @@ class Side:
         self._peer = peer
         self._segment = segment
         self._offsets = [start + index * BLOCK_BYTES for index in range(NUM_BLOCKS)]
-        self._sums = [checksum(segment.memory[at : at + BLOCK_BYTES]) for at in self._offsets]
+        self._sums = sums_at(segment.memory, self._offsets)
         self._chain = fresh_chain(NUM_BLOCKS)
         self._ticket = 0
         self._grant: Grant | None = None
@@ -228,7 +228,16 @@ class Side:
         await self._access.release(self._ticket)
 
     async def load(self) -> None:
-        assert await self._cache.load(self._chain, self._segment, self._offsets) == NUM_BLOCKS
+        loaded = await self._cache.load(self._chain, self._segment, self._offsets, sums=self._sums_there)
+        assert loaded == NUM_BLOCKS
+
+    async def _sums_there(self, offsets: Sequence[int]) -> list[int]:
+        return await asyncio.to_thread(sums_at, self._segment.memory, offsets)
+
+
+def sums_at(memory: memoryview, offsets: Sequence[int]) -> list[int]:
+    """Return the checksums of the blocks at some offsets."""
+    return [checksum(memory[at : at + BLOCK_BYTES]) for at in offsets]
 
 
 async def one_round(sides: Sequence[Side], times: dict[str, list[float]]) -> None:

@@ -1,7 +1,7 @@
 """The block cache as its users see it: match, load and save chains, wherever blocks are.
 
     num_here = await cache.match(chain)
-    num_loaded = await cache.load(chain, segment, offsets)      # into the caller's memory
+    num_loaded = await cache.load(chain, segment, offsets, sums=sums)      # into the caller's memory
     num_stored = await cache.save(chain, segment, offsets, checksums)
 
 Losing KV is never an error. `load` goes from holder to holder: one that is gone, has
@@ -26,7 +26,6 @@ from itertools import accumulate
 import numpy as np
 
 from base.block_hash import BlockHash
-from base.checksum import checksum
 from base.clock import Clock
 from base.errors import CapacityError, ProtocolError, ServeError
 from base.grants import Grant
@@ -40,10 +39,9 @@ from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment
 
-GROUP_BYTES = 32 << 20
-"""Bytes moved while the group before it is compared with its checksums."""
-DEVICE_GROUP_BYTES = 128 << 20
-"""Bytes of a group whose sums a device takes: 40 GB/s, and 34 in groups of 32 MiB (one H200, 2026-11-21)."""
+GROUP_BYTES = 128 << 20
+"""Bytes moved while the group before it is compared with its checksums. A device sums 40 GB/s, and 34 in
+groups of 32 MiB (one H200, 2026-11-21)."""
 GROUPS_UNDER_WAY = 3
 """One alone leaves the link idle while it is planned and reported: 21 GB/s of 55 (one H200, 2026-11-21)."""
 Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
@@ -75,14 +73,8 @@ class _Landing:
     """Where loaded blocks go, and how they are looked at there."""
 
     into: Segment
-    sums: Sums | None
+    sums: Sums
     stripes: Stripes | None = None
-
-    async def sums_there(self, offsets: Sequence[int], length: int) -> Sequence[int]:
-        """Return the checksums of blocks that have come."""
-        if self.sums is not None:
-            return await self.sums(offsets)
-        return await asyncio.to_thread(_sums_on_host, self.into.memory, length, offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +132,13 @@ class BlockCache:
         into: Segment,
         offsets: Sequence[int],
         first: int = 0,
-        sums: Sums | None = None,
+        *,
+        sums: Sums,
         stripes: Stripes | None = None,
     ) -> int:
         """Load blocks `first`, `first + 1`, ... of `chain` to `offsets` of `into`.
 
-        `sums` takes the checksums of what came, where `into` is no host memory or the
-        blocks were not made on a host. With `stripes`, what comes wrong is not tried again.
+        `sums` takes the checksums of what came. With `stripes`, what comes wrong is not tried again.
 
         Returns how many came, from `first` on; their bytes are right. What lies at the
         other offsets is undefined.
@@ -330,25 +322,19 @@ class BlockCache:
             raise ProtocolError("a lease has an offset and a checksum for each block asked for")
         self._require_whole(grant)
         offsets = offsets[: len(grant.offsets)]
-        group_bytes = GROUP_BYTES if landing.sums is None else DEVICE_GROUP_BYTES
-        group = max(1, group_bytes // grant.length)
+        group = max(1, GROUP_BYTES // grant.length)
         permits = asyncio.Semaphore(GROUPS_UNDER_WAY)
 
         async def num_right(at: int) -> int:
             here = offsets[at : at + group]
             pieces = pieces_of(landing.into, here, grant.offsets[at : at + group], grant.length)
-            expected = leased.checksums[at : at + group]
-            if landing.sums is None:
-                async with permits:
-                    found = await self._agent.read_summed(member.peer, grant, pieces)
-                return num_equal(found, expected)
             async with permits:
                 await self._agent.read(member.peer, grant, pieces)
-            return num_equal(await landing.sums(here), expected)
+            return num_equal(await landing.sums(here), leased.checksums[at : at + group])
 
         if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
             await self._read_stripes(member, grant, landing, landing.stripes, offsets)
-            return num_equal(await landing.sums_there(offsets, grant.length), leased.checksums)
+            return num_equal(await landing.sums(offsets), leased.checksums)
         counts = await together(num_right(at) for at in range(0, len(grant.offsets), group))
         first_short = next((index for index, count in enumerate(counts) if count < group), len(counts) - 1)
         return sum(counts[: first_short + 1])
@@ -432,7 +418,3 @@ def num_equal(found: Sequence[object], expected: Sequence[object]) -> int:
     """Return how many leading ones, of blocks or their sums, are what they should be."""
     pairs = enumerate(zip(found, expected, strict=True))
     return next((count for count, (one, other) in pairs if one != other), len(expected))
-
-
-def _sums_on_host(memory: memoryview, length: int, offsets: Sequence[int]) -> list[int]:
-    return [checksum(memory[offset : offset + length]) for offset in offsets]

@@ -1,7 +1,7 @@
 """A store within a process: everything it is made of, put together and taken apart.
 
     async with hosted_store(settings, agent, clock) as hosted:
-        await hosted.cache.load(chain, segment, offsets)
+        await hosted.cache.load(chain, segment, offsets, sums=sums)
 
 A storage process is this and nothing else; a node of the cluster has it beside its engine,
 with the same transfer agent, so that its cache reaches its own store without a copy more

@@ -23,7 +23,7 @@ from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
 from base.transports import TRANSPORTS
-from transfer.batch import Pieces, Priority, require_allowed, sums_of
+from transfer.batch import Pieces, Priority, require_allowed
 from transfer.completion import Latch, begin, post
 from transfer.gpu.staged import StagedTransport
 from transfer.gpu.staging import PinnedStaging
@@ -234,15 +234,6 @@ class TransferAgent:
         When it has returned or raised, our memory is not written any more.
         """
         await self._move(Operation.READ, peer, grant, pieces, deadline_s, priority)
-
-    async def read_summed(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces) -> Sequence[int]:
-        """`read` into host memory; return the checksum of what lies there for each piece, in order.
-
-        Cheaper than to sum afterwards where the transport has the bytes in its hands.
-        """
-        pieces = pieces.with_sums()
-        await self._move(Operation.READ, peer, grant, pieces, None, Priority.FOREGROUND)
-        return pieces.sums if pieces.sums is not None else await asyncio.to_thread(sums_of, pieces)
 
     async def _move(
         self,

@@ -13,7 +13,6 @@ from enum import Enum
 
 import numpy as np
 
-from base.checksum import checksum
 from base.errors import ProtocolError
 from transfer.owned.ranges import Offsets, Ranges
 from transfer.owned.segment import Segment
@@ -49,10 +48,6 @@ class Pieces:
         """Every bit that is set in any of `numbers`, where that is known."""
         self.peer_bound: int | None = None
         """Where the grant ends, where that is known: none of them reaches beyond."""
-        self.wants_sums = False
-        """Whether checksums of what was read are asked for."""
-        self.sums: list[int] | None = None
-        """Checksum of each piece as it lies in our memory, where a transport took them on the way."""
         self.only: Row | None = None
         """The one piece, if there is but one: calls on arrays take microseconds, and it is waited for."""
         if numbers.shape[1] == 1:
@@ -110,18 +105,9 @@ class Pieces:
         memory = self.segment.memory
         return [memory[offset : offset + length] for offset, _, length in self.rows()]
 
-    def with_sums(self) -> Pieces:
-        """Return the same, of which checksums are asked for."""
-        summed = Pieces(self.segment, self.numbers, self.length)
-        summed.wants_sums = True
-        return summed
-
     def merged(self) -> Pieces:
-        """Return the same bytes with neighbours as one, for who pays for each piece.
-
-        Where checksums are asked for, each of one request, they stay apart.
-        """
-        if self.only is not None or self.wants_sums:
+        """Return the same bytes with neighbours as one, for who pays for each piece."""
+        if self.only is not None:
             return self
         ours, lengths, theirs = self.numbers
         before = lengths[:-1]
@@ -221,8 +207,3 @@ def require_allowed(allowed: Ranges, pieces: Pieces) -> None:
     if not is_allowed:
         raise ProtocolError("a request's range is not in the grant")
     pieces.peer_bound = allowed.end
-
-
-def sums_of(pieces: Pieces) -> list[int]:
-    """Return the checksum of each piece, of our memory."""
-    return [checksum(view) for view in pieces.views()]

@@ -82,8 +82,6 @@ class FaultyTransport:
         await self._move_some(peer, grant, _arriving(fault, pieces), priority)
         if fault is Fault.FLIP and grant.operation is Operation.READ:
             flip_bit(pieces)
-            # Of the bytes as they were: whoever looks again sees what lies there.
-            pieces.sums = None
         if fault is Fault.DUPLICATE:
             await self._move_some(peer, grant, pieces, priority)
         if fault is Fault.FAIL:

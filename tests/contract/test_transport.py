@@ -106,22 +106,6 @@ async def test_a_read_fetches_what_the_peer_has(
     assert source.memory[8 * BLOCK :] == before
 
 
-async def test_a_summed_read_tells_the_checksum_of_each_request_as_it_lies_there(
-    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, transport: str
-) -> None:
-    grant = peer.grant(target, OFFSETS, BLOCK)
-    await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
-    sent = bytes(source.memory)
-    source.memory[:] = bytes(source.num_bytes)
-    grant = peer.grant(target, OFFSETS, BLOCK, Operation.READ)
-    odd, end = (16, 58 * BLOCK + 32) if transport in (TO_GPU, BETWEEN_GPUS) else (1, 58 * BLOCK + 3)
-    starts, lengths = [0, BLOCK, 5 * BLOCK + odd, 8 * BLOCK], [BLOCK, BLOCK, 77 * odd, end - 8 * BLOCK]
-    sums = await agent.read_summed(peer.descriptor, grant, pieces_of(source, starts, starts, lengths))
-    ends = zip(starts, lengths, strict=True)
-    assert list(sums) == [checksum(sent[start : start + length]) for start, length in ends]
-    assert source.memory[8 * BLOCK : end] == sent[8 * BLOCK : end]
-
-
 @pytest.mark.parametrize("length", [1, 7, 4096, BLOCK - 1])
 async def test_odd_lengths_and_places_arrive_whole(
     agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, length: int, transport: str

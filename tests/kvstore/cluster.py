@@ -154,7 +154,11 @@ async def load(cache, path, first=0):
     chain = chain_of(path)
     into = private_segment((len(chain) - first) * BLOCK_BYTES)
     offsets = [index * BLOCK_BYTES for index in range(len(chain) - first)]
-    count = await cache.load(chain, into, offsets, first)
+
+    async def sums(landed):
+        return [checksum(into.memory[offset : offset + BLOCK_BYTES]) for offset in landed]
+
+    count = await cache.load(chain, into, offsets, first, sums=sums)
     for index in range(count):
         came = bytes(into.memory[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES])
         assert came == bytes_of(chain[first + index]), "wrong bytes"

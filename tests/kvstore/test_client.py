@@ -96,7 +96,7 @@ async def test_a_store_whose_blocks_have_another_length_reaches_nothing_beside_o
     cache, clock = await cluster.client(reach=lambda address: access, block_bytes=BLOCK_BYTES)
     ours = private_segment(2 * BLOCK_BYTES)
     ours.memory[:] = b"x" * ours.num_bytes
-    assert await cache.load(chain_of("a"), ours, [0]) == 0
+    assert await cache.load(chain_of("a"), ours, [0], sums=None) == 0
     assert bytes(ours.memory) == b"x" * ours.num_bytes
     clock.advance(31)  # it rests
     before = bytes(one.store.segment.memory)

@@ -4,11 +4,6 @@ Pieces of some MiB are copied by `memmove` through ctypes, which lets go of the 
 they stop nobody. Others are slices of memory assigned, which keeps it: getting it back from a thread
 that computes in Python takes up to 5 ms, and for each of 64 blocks of 64 KiB that came to 112 ms instead
 of 0.8 (AMD EPYC, 2026-11-22). A slice assigned also costs a third of a call through ctypes.
-
-Checksums that are asked for are taken of each step right after it, while the bytes are in the
-processor's cache, and such batches have two threads: one core that copies and sums does 0.7 to
-0.8 of what it copies alone. To copy whole batches and sum them on another core afterwards, which
-takes as many cores, made each byte come from memory twice and was slower.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from base.checksum import RunningChecksum
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation
 from transfer.batch import Pieces, Priority, Row
@@ -34,9 +28,6 @@ large beside the last of them (from 251 MiB on where it was asked), which is 1.3
 steps of 16 MiB (AMD EPYC, 2026-11-22)."""
 BACKGROUND_STEP_BYTES = 16 << 20
 """Bytes copied so for a batch that nobody waits for: one that is urgent waits 2 ms for it at most."""
-SUMMED_STEP_BYTES = 1 << 20
-"""Bytes copied before they are summed, and the largest batch of which the loop does both: a core's second
-cache holds them. In quarters of it the interpreter would be asked for four times as often, for 2 %."""
 
 
 def copy_here(peer: MappedPeer, grant: Grant, pieces: Pieces) -> None:
@@ -93,25 +84,9 @@ class Copy:
         theirs = board.memory_of(self._grant.segment_id)
         if pieces.peer_end > theirs.nbytes:
             raise StaleError("the peer's segment has another size")
-        sums = None
         with board.held(self._grant):
-            if pieces.wants_sums:
-                sums = [self._read_and_sum(theirs, *row) for row in pieces.rows()]
-            else:
-                self._copy_in_steps(theirs)
+            self._copy_in_steps(theirs)
         require_alive(self._peer)
-        pieces.sums = sums
-
-    def _read_and_sum(self, theirs: memoryview, offset: int, peer_offset: int, num_bytes: int) -> int:
-        running = RunningChecksum()
-        ours = self._pieces.segment.memory
-        for at in range(0, num_bytes, SUMMED_STEP_BYTES):
-            self._between_steps()
-            self._require_wanted()
-            length = min(SUMMED_STEP_BYTES, num_bytes - at)
-            _assign(theirs, ours, ((offset + at, peer_offset + at, length),), is_read=True)
-            running.update(ours[offset + at : offset + at + length])
-        return running.intdigest()
 
     def _copy_in_steps(self, theirs: memoryview) -> None:
         ours, is_read = self._pieces.segment.memory, self._grant.operation is Operation.READ
@@ -139,10 +114,10 @@ class Copy:
 
 
 class Copiers:
-    """Threads that copy: first what a request waits for, and between the steps of anything else too."""
+    """A thread that copies: first what a request waits for, and between the steps of anything else too."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="shm-copy")
         self._urgent: deque[Copy] = deque()
         self._background: deque[Copy] = deque()
 

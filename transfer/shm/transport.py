@@ -14,7 +14,7 @@ import asyncio
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
-from transfer.shm.copies import KEPT_BYTES, SUMMED_STEP_BYTES, Copiers, Copy, copy_here
+from transfer.shm.copies import KEPT_BYTES, Copiers, copy_here
 from transfer.shm.mapped import MappedPeers
 from transfer.transport import OfferedTransport, Transport
 
@@ -39,8 +39,7 @@ class ShmTransport(Transport):
 
     def __init__(self) -> None:
         self._peers = MappedPeers()
-        self._copiers = Copiers(1, "shm-copy")
-        self._summers = Copiers(2, "shm-sum")
+        self._copiers = Copiers()
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         if device is not None:
@@ -56,24 +55,19 @@ class ShmTransport(Transport):
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         pieces = pieces.merged()
-        if pieces.num_bytes <= INLINE_BYTES and not pieces.wants_sums:
+        if pieces.num_bytes <= INLINE_BYTES:
             copy_here(self._peers.latest(peer), grant, pieces)
             return
-        if pieces.num_bytes <= SUMMED_STEP_BYTES:
-            Copy(self._peers.latest(peer), grant, pieces).copy()
-            return
-        if pieces.num_bytes <= IN_TURNS_BYTES and priority is Priority.FOREGROUND and not pieces.wants_sums:
+        if pieces.num_bytes <= IN_TURNS_BYTES and priority is Priority.FOREGROUND:
             *groups, last = pieces.grouped(TURN_BYTES, pieces.num_bytes)
             for group in groups:
                 copy_here(self._peers.latest(peer), grant, group)
                 await asyncio.sleep(0)
             copy_here(self._peers.latest(peer), grant, last)
             return
-        copiers = self._summers if pieces.wants_sums else self._copiers
         with self._peers.copying(peer) as mapped:
-            await copiers.begin(mapped, grant, pieces, priority).ended()
+            await self._copiers.begin(mapped, grant, pieces, priority).ended()
 
     async def close(self) -> None:
         await self._copiers.close()
-        await self._summers.close()
         self._peers.close()
