@@ -15,7 +15,6 @@ file, which Ray makes readable to all: the folder is made private before, and th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import ipaddress
 import logging
@@ -196,9 +195,14 @@ def reachable_address(by_ray: str) -> str:
 
     The kernel chooses it, as it would for a packet that leaves the host; none is sent.
     """
-    for address, family in ELSEWHERE if ipaddress.ip_address(by_ray).is_loopback else ():
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):  # no route
-            probe.connect((address, 9))
+    if not ipaddress.ip_address(by_ray).is_loopback:
+        return by_ray
+    for address, family in ELSEWHERE:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))
+            except OSError:  # no route: the host is alone
+                continue
             return str(probe.getsockname()[0])
     return by_ray
 

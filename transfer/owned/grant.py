@@ -66,6 +66,8 @@ class GrantTable:
         num_slots: int = NUM_SLOTS,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
+        if not 0 < num_slots <= 1 << SLOT_BITS:
+            raise ValueError(f"num_slots is between 1 and {1 << SLOT_BITS}, not {num_slots}")
         self._clock = clock
         self._random_bits = random_bits
         self._num_slots = num_slots

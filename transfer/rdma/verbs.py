@@ -143,7 +143,7 @@ def registered(rail: str, domain: PD, segment: Segment, driver: CudaDriver | Non
         raise TransferFailedError(f"{rail}: memory of GPUs is not registered here")
     try:
         with driver.exported(device, segment.address, num_bytes) as fd:
-            return DmaBufMR(domain, num_bytes, access, fd, address_of(segment))
+            return DmaBufMR(domain, num_bytes, access, fd, dma_buf.offset_of(segment.address))
     except (PyverbsError, OSError, RuntimeError) as error:
         raise TransferFailedError(
             f"{rail}: {num_bytes} bytes of GPU {device} cannot be registered by DMA-BUF ({error})"

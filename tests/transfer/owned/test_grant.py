@@ -145,6 +145,13 @@ def test_a_drawn_zero_marks_no_grant_in_any_slot(clock: ManualClock) -> None:
     assert set(asked) == {48}
 
 
+@pytest.mark.parametrize("num_slots", [0, 65_537])
+def test_a_table_has_as_many_slots_as_a_generation_can_name(clock: ManualClock, num_slots: int) -> None:
+    with pytest.raises(ValueError, match="between 1 and 65536"):
+        GrantTable(clock, num_slots)
+    assert GrantTable(clock, 65_536).num_live == 0
+
+
 @pytest.mark.parametrize(
     ("offsets", "length", "lease_s"), [((), 1, 1.0), ((0,), 0, 1.0), ((0,), 1, 0.0), ((0,), -1, 1.0)]
 )
