@@ -51,7 +51,7 @@ from conductor.serving.generated import Generated
 TLS = "tls"
 SERVERS = ("bare", "conductor", TLS)
 TOKENS = 2_000
-"""Of each stream."""
+"""Number of tokens of each stream."""
 ROUNDS = 5
 BODY = {
     "model": "smollm2",
@@ -74,7 +74,7 @@ class Rate:
     streams: int
     events_per_s: float
     cpu_us_per_event: float
-    """Of the server's process."""
+    """Processor time of the server's process for each event, microseconds."""
 
 
 class ReadyTokens:

@@ -43,9 +43,9 @@ from protos.inference_pb2_grpc import InferenceStub
 ROUNDS = 3
 STREAMS = 160
 TOKENS = 1_000
-"""Of each stream."""
+"""Number of tokens of each stream."""
 REQUESTS = 3_000
-"""Of one round; each is one token."""
+"""Number of requests of one round, of one token each."""
 ASKING = 32
 """Requests under way at once, in a round of requests."""
 RATES = ((1, 750.0), (8, 375.0), (1, 1_500.0))
@@ -53,7 +53,7 @@ RATES = ((1, 750.0), (8, 375.0), (1, 1_500.0))
 MOST_UNANSWERED = 900
 """When a measurement of what is added ends early: `select` knows 1,024 connections."""
 ADDED_S = 5.0
-"""Of each measurement of what is added to TTFT."""
+"""Seconds of each measurement of what is added to TTFT."""
 BOUNDS = ("0.001", "0.005", "0.01", "0.02")
 PROMPT = list(range(1_000, 1_064))
 
@@ -83,7 +83,7 @@ class Carried:
     api: str
     tokens_per_s: float
     cpu_us_per_token: float
-    """Of the conductor's process."""
+    """Processor time of the conductor's process for each token, microseconds."""
     client_cpu_us_per_token: float
     requests_per_s: float
     cpu_us_per_request: float
@@ -96,7 +96,7 @@ class Added:
 
     requests_per_s: float
     tokens: int
-    """Of each request."""
+    """Number of tokens of each request."""
     dispatch: dict[str, float]
     """Arrival at the dispatcher to first token, without the nodes' own time but with the messages to them."""
     seen_by_client: dict[str, float]
@@ -104,7 +104,7 @@ class Added:
     conductor_busy: float
     """Processor seconds of its process for each that passed."""
     stolen: float
-    """Of both cores, by other guests of the host, as far as the kernel knows."""
+    """Share of both cores that other guests of the host took, as far as the kernel knows."""
 
 
 class Spent:

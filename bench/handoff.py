@@ -73,7 +73,7 @@ class Row:
     handoff_ms: float
     worst_handoff_ms: float
     exposed_share: float
-    """Of the compute."""
+    """Exposed transfer as a share of the compute."""
 
 
 def ask(cluster: LocalCluster, token_ids: list[int], new_tokens: int) -> Asked:

@@ -44,9 +44,9 @@ CAPACITY = 30.0
 SLO = Slo(ttft_slo_s=0.5, tbt_slo_s=0.05)
 OK, REJECTED = 200, 429
 ANSWER_S = 30.0
-"""For a whole answer."""
+"""Seconds that a whole answer may take."""
 WARM_UP_S = 2.0
-"""Of each stretch of load; left out of its figures but for the return to normal."""
+"""Seconds of each stretch of load that are left out of its figures but for the return to normal."""
 
 
 def stub_profile() -> Profile:

@@ -27,7 +27,7 @@ from bench.stub_cluster import StubCluster, stub_cluster
 
 RATE = 300.0
 TOKENS = 8
-"""Of each request."""
+"""Number of tokens of each request."""
 PERIOD_S = 2.0
 """Between two questions of a page, as in conductor/api/web/data.js."""
 VIEWS = ("hour", "hour", "now", "now", "requests.latest")
@@ -38,7 +38,7 @@ SELDOM_TURNS = 5
 TURN_S = 4.0
 PAIRS = 30
 IDLE_S = 20.0
-"""Of each measurement without requests, after all others: what is remembered of them is still shown."""
+"""Seconds of each measurement without requests, after all others: what is remembered is still shown."""
 MOST_UNANSWERED = 500
 """When a turn asks no more, on a machine that stood still."""
 WARM_S = 5.0

@@ -28,7 +28,7 @@ REQUESTS = 1_000
 SCRAPES = 60
 PERIOD_S = 0.25
 STEPS_S = (1.0, 0.25)
-"""Of a decode step: with 1,000 sequences so many thousand tokens a second, and four times as many."""
+"""Seconds of a decode step: 1,000 sequences make a thousand tokens a second, and four times as many."""
 MAX_TOKENS = 2_000
 
 

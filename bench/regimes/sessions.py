@@ -88,7 +88,7 @@ class MixKind:
     burstiness: float = 1.0
     """Shape of the gamma distribution of the gaps; 1: Poisson, less: bursts."""
     shared_share: float = 0.0
-    """Of the requests, those that begin with one of `num_shared` documents."""
+    """Share of the requests that begin with one of `num_shared` documents."""
     num_shared: int = 20
     shared_tokens: int = 8_192
     most_output_tokens: int = 2_000

@@ -40,7 +40,7 @@ from tests.kvstore.redis_server import running_server
 
 BLOCK_SIZE = 32
 BLOCK_BYTES = 30 * 2 * BLOCK_SIZE * 3 * 64 * 4
-"""Of smollm2: 30 layers, K and V, 3 heads of 64, 4 bytes."""
+"""Bytes of a block of smollm2: 30 layers, K and V, 3 heads of 64, 4 bytes."""
 TENANTS = ("victim", "foreign", "operator")
 COUNTED = re.compile(r"^(kvstore|prefill_tokens|decode_tokens|transfer_(bytes|failures)|conductor_\w*tokens)")
 """Metrics that change when something is read, written or computed."""
