@@ -39,8 +39,8 @@ IN_TURNS = RESULTS / "profile_h200_in_turns.json"
 """The same of engines that planned a step with prompts when the one before had ended."""
 LAUNCHED = RESULTS / "profile_h200_launched.json"
 """The card's, of engines that had no graph of 2,560 tokens and launched what begins beside sequences."""
-OWN = {RESULTS / "profile_h200_own.json", RESULTS / "profile_h200_tenth.json"}
-"""Measured on the decode node's card in the same lease, straight before the nodes started with it."""
+OWN = {RESULTS / f"profile_h200_{name}.json" for name in ("own", "tenth", "twelfth")}
+"""Measured on the card of one of the nodes in the same lease, before they started with it."""
 LIVE: dict[str, Path | None] = {
     "step_budgets_h200_eighth": IN_TURNS,
     "step_budgets_h200_ninth": LAUNCHED,
@@ -50,6 +50,8 @@ LIVE: dict[str, Path | None] = {
     "step_budgets_h200_own_profile": RESULTS / "profile_h200_own.json",
     "step_budgets_h200_tenth": RESULTS / "profile_h200_tenth.json",
     "step_budgets_h200_eleventh": RESULTS / "profile_h200_tenth.json",
+    "step_budgets_h200_twelfth": RESULTS / "profile_h200_twelfth.json",
+    "step_budgets_h200_burst": RESULTS / "profile_h200_twelfth.json",
 }
 """Results of `bench.step_budgets_live`, with the profile of their engine; None: the card's."""
 NAMES = (

@@ -159,6 +159,22 @@ class CostModel:
         fixed_s = self._transfer[0]
         return fixed_s + (whole_s - fixed_s) / self._num_layers
 
+    def leaving_s(self, tokens: int, new_tokens: int, num_tokens: int) -> float:
+        """Return the seconds in which `tokens` of a prompt leave after its last layer was computed.
+
+        Long chunks leave layer by layer, and the link's latency passes while their step draws a token. A
+        shorter chunk leaves when its step has ended, unless nobody measured which those are.
+
+        Args:
+            new_tokens: Of the prompt's `num_tokens`, those that are computed.
+        """
+        whole_s, long_tokens = self.transfer_s(tokens), self.profile.long_chunk_tokens
+        if not long_tokens:
+            return self.tail_s(whole_s)
+        if new_tokens >= long_tokens and num_tokens >= 2 * long_tokens:
+            return self.tail_s(whole_s) - self._transfer[0]
+        return whole_s
+
     def disk_load_s(self, tokens: int) -> float:
         """Return the seconds to bring the KV of `tokens` up from disk; from memory is inside `prefill_s`."""
         if not self.profile.disk_bytes_per_s:

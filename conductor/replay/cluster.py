@@ -376,7 +376,8 @@ class SimCluster:
         num_bytes = tokens * profile.kv_token_bytes
         # No layer can leave before it is computed, and the last leaves after all of it:
         # a flow slowed to that pace ends when a streamed hand-off would.
-        request.tail_s = tail_s = node.cost.tail_s(node.cost.transfer_s(tokens))
+        new_tokens = request.num_tokens - request.prefix_tokens
+        request.tail_s = tail_s = node.cost.leaving_s(tokens, new_tokens, request.num_tokens)
         receives, rate = self._nodes[placement.decode_node].receives, num_bytes / (prefill_s + tail_s)
         request.flow = Flow(node.sends, receives, num_bytes, rate, self._handed_off, (request,))
         self.links.start(request.flow, self.now_s)

@@ -74,6 +74,29 @@ def test_hand_off_of_a_long_computation_shows_the_latency_and_one_layers_bytes()
     assert cost.handoff_s(10_000, compute_s=0.0) == pytest.approx(whole_s + last_s)
 
 
+@pytest.mark.parametrize(
+    ("new_tokens", "num_tokens", "is_long"),
+    [
+        (8_192, 8_192, True),
+        (2_048, 2_048, True),
+        (1_024, 1_024, False),
+        (1_024, 9_000, True),
+        (256, 9_000, False),
+    ],
+)
+def test_latency_shows_of_what_leaves_when_its_step_has_ended(new_tokens, num_tokens, is_long) -> None:
+    cost = CostModel(load_profile("h200-llama8b"))
+    whole_s, latency_s = cost.transfer_s(new_tokens), cost.profile.transfer_fixed_s
+    expected_s = (whole_s - latency_s) / 32 if is_long else whole_s
+    assert cost.leaving_s(new_tokens, new_tokens, num_tokens) == pytest.approx(expected_s)
+
+
+def test_latency_shows_of_every_hand_off_where_nobody_measured_which_chunks_are_long() -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    for tokens in (256, 10_000):
+        assert cost.leaving_s(tokens, tokens, tokens) == cost.tail_s(cost.transfer_s(tokens))
+
+
 def test_sequences_without_a_place_lengthen_each_ones_tokens_and_no_step() -> None:
     cost = CostModel(load_profile("h200-llama8b"))
     step_s = cost.decode_step_s(256, 256 * 400)
