@@ -128,7 +128,7 @@ class Limits:
     max_model_len: int = 0
     kv_cache_gib: float = 0.0
     """0: what is free."""
-    layer_groups: int = 1
+    layer_groups: int = EngineConfig().layer_groups
     follows_load: bool = False
     """Whether roles follow the load: then nodes of both pools are alike."""
     ahead_s: float = 0.5
@@ -198,7 +198,8 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add = parser.add_argument
     add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
     add("--max-batch", type=int, default=0, help="sequences in a step at most; 0: as nodes have it")
-    add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
+    groups = EngineConfig().layer_groups
+    add("--layer-groups", type=int, default=groups, help="parts that a long chunk's KV is sent in")
     add("--roles", choices=["follow", "fixed"], default="fixed", help="whether they follow the load")
     add("--stages", type=int, default=1, help="of each prefill node, a pipeline with a GPU for each")
     add("--ahead-s", type=float, default=0.5, help="of work that a node is given before it asks for more")
