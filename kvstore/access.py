@@ -57,7 +57,6 @@ class LocalAccess:
         self.abort = store.abort
         self.release = store.release
         self.lease = store.lease
-        self.pin = store.pin
         self.delete = store.delete
         self.report = store.report
 
@@ -132,11 +131,6 @@ class RemoteAccess:
 
     async def release(self, ticket: int) -> None:
         await _answer(self._stub.Release(pb.Ticket(ticket=ticket), timeout=CALL_TIMEOUT_S))
-
-    async def pin(self, chain: Sequence[BlockHash], seconds: float) -> Leased:
-        request = pb.PinRequest(hashes=chain_to(chain), seconds=seconds)
-        answer = await _answer(self._stub.Pin(request, timeout=LEASE_TIMEOUT_S))
-        return Leased(answer.ticket, answer.num_blocks, None, ())
 
     async def delete(self, chain: Sequence[BlockHash]) -> int:
         call = self._stub.Delete(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S)

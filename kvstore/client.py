@@ -202,19 +202,6 @@ class BlockCache:
             num_stored += stored
         return num_stored
 
-    async def pin(self, chain: Sequence[BlockHash], seconds: float, member: Member) -> tuple[int, int]:
-        """Keep leading blocks in a member's memory; return (ticket, blocks). 0 seconds: until `unpin`.
-
-        Raises:
-            UnavailableError: the member does not answer.
-        """
-        pinned = await (await self._access(member)).pin(chain, seconds)
-        return pinned.ticket, pinned.num_blocks
-
-    async def unpin(self, ticket: int, member: Member) -> None:
-        """End a pin."""
-        await (await self._access(member)).release(ticket)
-
     async def delete(self, chain: Sequence[BlockHash]) -> int:
         """Forget `chain` wherever it is, as far as nothing else needs it; return replicas gone."""
         replicas = await self.directory.lookup(chain)

@@ -1,7 +1,7 @@
-"""How much of a store each peer holds by gRPC: reservations, leases and pins, until they end or run out.
+"""How much of a store each peer holds by gRPC: reservations and leases, until they end or run out.
 
-A peer is a host. None holds more than `MAX_TICKETS`, none has more than half of the pool reserved or pinned,
-and none ends what another holds. Leases share blocks and last half a minute: their tickets alone count.
+A peer is a host. None holds more than `MAX_TICKETS`, none has more than half of the pool reserved, and
+none ends what another holds. Leases share blocks and last half a minute: their tickets alone count.
 Belongs to the event loop.
 """
 
@@ -17,7 +17,7 @@ from base.errors import CapacityError
 MAX_TICKETS = 1024
 """Tickets of one peer. A node has some for each request; the store as a whole has 4,096 grants."""
 SHARE = 0.5
-"""Share of the pool's blocks that one peer may have reserved and pinned."""
+"""Share of the pool's blocks that one peer may have reserved."""
 MIN_BLOCKS = 64
 """Blocks that one peer may have in the smallest pool: a chain of a short prompt."""
 
@@ -48,7 +48,7 @@ class PeerHolds:
         self._forget_ended()
         tickets = self._tickets.get(peer, {})
         if len(tickets) >= MAX_TICKETS:
-            raise CapacityError(f"this host holds {MAX_TICKETS} reservations, leases and pins: end some")
+            raise CapacityError(f"this host holds {MAX_TICKETS} reservations and leases: end some")
         return self._max_blocks - sum(ticket.num_blocks for ticket in tickets.values())
 
     def add(self, peer: str, name: tuple[TicketKind, int], num_blocks: int, seconds: float) -> None:

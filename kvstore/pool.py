@@ -5,7 +5,7 @@ Pure: no I/O; the clock is handed in. Every block of memory is in exactly one pl
     free        no content                              -> the next put takes it
     in transfer bytes are on their way in (put), or on their way down to disk (leaving)
     cached      content named by a hash, nobody reads it -> may be evicted, leaves first
-    held        content named by a hash, leased or pinned -> is not touched
+    held        content named by a hash, leased -> is not touched
 
 `check()` asserts this partition; `accounts()` is the same as four numbers.
 
@@ -75,7 +75,6 @@ class Lease:
     lease_id: int
     records: tuple[Record, ...]
     expires_at_s: float
-    """End of the lease; infinity: a hard pin."""
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -232,7 +231,7 @@ class HostPool:
     def lease(self, chain: Sequence[BlockHash], lease_s: float) -> Lease:
         """Hold the leading blocks of `chain` that are here, for `lease_s` at most.
 
-        `math.inf` is a hard pin, any other time a soft one; a lease of nothing is empty.
+        A lease of nothing is empty.
         """
         records = tuple(self._records[block_hash] for block_hash in chain[: self.match(chain)])
         if records:

@@ -6,7 +6,6 @@ statuses in `base/rpc.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,9 +26,7 @@ from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_serv
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-MAX_SOFT_PIN_S = 24 * 3600.0
-"""Longest pin, and that of one that names no time: who asked for it may be gone for ever."""
-_HAS_ITS_SHARE = "this host has as much of the pool as one may: end reservations or pins first"
+_HAS_ITS_SHARE = "this host has as much of the pool as one may: end reservations first"
 
 
 class StoreService(KvStoreServicer):
@@ -79,18 +76,6 @@ class StoreService(KvStoreServicer):
         if self._holds.remove(_peer(context), (TicketKind.READ, request.ticket)):
             await self._store.release(request.ticket)
         return pb.Empty()
-
-    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
-        if not math.isfinite(request.seconds) or not 0 <= request.seconds <= MAX_SOFT_PIN_S:
-            raise InvalidRequestError(f"seconds: between 0 and {MAX_SOFT_PIN_S:.0f}", "seconds")
-        peer, seconds = _peer(context), request.seconds or MAX_SOFT_PIN_S
-        chain = chain_from(request.hashes)[: _some(self._holds.num_free(peer))]
-        pinned = await self._store.pin(chain, seconds)
-        if pinned.num_blocks > self._holds.num_free(peer):  # others of its calls waited for the disk too
-            await self._store.release(pinned.ticket)
-            raise CapacityError(_HAS_ITS_SHARE)
-        self._holds.add(peer, (TicketKind.READ, pinned.ticket), pinned.num_blocks, seconds)
-        return pb.PinResponse(ticket=pinned.ticket, num_blocks=pinned.num_blocks)
 
     async def Delete(self, request: pb.Chain, context: Context) -> pb.DeleteResponse:  # noqa: N802
         return pb.DeleteResponse(num_blocks=await self._store.delete(chain_from(request.hashes)))

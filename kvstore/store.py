@@ -193,7 +193,7 @@ class Store:
             CapacityError: too many grants are live. Nothing is held.
         """
         if self.match(chain).num_blocks > self.pool.match(chain):
-            await self._lifted(chain, LIFT_S)
+            await self._lifted(chain)
         lease = self.pool.lease(chain, LEASE_S)
         block_ids = lease.block_ids[first:]
         if not block_ids:
@@ -208,14 +208,8 @@ class Store:
         self._lease_grants[lease.lease_id] = grant
         return Leased(lease.lease_id, len(lease.records), grant, lease.checksums[first:])
 
-    async def pin(self, chain: Sequence[BlockHash], seconds: float) -> Leased:
-        """Keep the leading blocks of `chain` in memory: for `seconds`, or (0) until `release`."""
-        await self._lifted(chain, None)
-        lease = self.pool.lease(chain, seconds if seconds > 0 else math.inf)
-        return Leased(lease.lease_id, len(lease.records), None, ())
-
     async def release(self, ticket: int) -> None:
-        """End a lease or a pin. Twice is once."""
+        """End a lease. Twice is once."""
         await uninterrupted(self._end_lease(ticket))
 
     # --- forgetting ---------------------------------------------------------------------
@@ -352,10 +346,10 @@ class Store:
             async with self._lowering:
                 pass
 
-    async def _lifted(self, chain: Sequence[BlockHash], lift_s: float | None) -> None:
-        """Wait until `chain` is in memory, or for so long; what was begun by then comes all the same."""
+    async def _lifted(self, chain: Sequence[BlockHash]) -> None:
+        """Wait until `chain` is in memory, or for LIFT_S; what was begun by then comes all the same."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(lift_s):
+            async with asyncio.timeout(LIFT_S):
                 await self._lifting.acquire()
                 await asyncio.shield(self._lift_in_turn(chain))
 

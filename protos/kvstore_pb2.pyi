@@ -101,22 +101,6 @@ class LeaseResponse(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ticket: _Optional[int] = ..., num_blocks: _Optional[int] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class PinRequest(_message.Message):
-    __slots__ = ("hashes", "seconds")
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    hashes: bytes
-    seconds: float
-    def __init__(self, hashes: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
-
-class PinResponse(_message.Message):
-    __slots__ = ("ticket", "num_blocks")
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ticket: int
-    num_blocks: int
-    def __init__(self, ticket: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
-
 class DeleteResponse(_message.Message):
     __slots__ = ("num_blocks",)
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]

@@ -64,11 +64,6 @@ class KvStoreStub:
                 request_serializer=protos_dot_kvstore__pb2.Ticket.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.Empty.FromString,
                 _registered_method=True)
-        self.Pin = channel.unary_unary(
-                '/conductor.v1.KvStore/Pin',
-                request_serializer=protos_dot_kvstore__pb2.PinRequest.SerializeToString,
-                response_deserializer=protos_dot_kvstore__pb2.PinResponse.FromString,
-                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/conductor.v1.KvStore/Delete',
                 request_serializer=protos_dot_kvstore__pb2.Chain.SerializeToString,
@@ -123,13 +118,6 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Pin(self, request, context):
-        """Keeps leading blocks in memory: for some seconds, or (0) until Release.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Delete(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -175,11 +163,6 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_kvstore__pb2.Ticket.FromString,
                     response_serializer=protos_dot_kvstore__pb2.Empty.SerializeToString,
-            ),
-            'Pin': grpc.unary_unary_rpc_method_handler(
-                    servicer.Pin,
-                    request_deserializer=protos_dot_kvstore__pb2.PinRequest.FromString,
-                    response_serializer=protos_dot_kvstore__pb2.PinResponse.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
@@ -354,33 +337,6 @@ class KvStore:
             '/conductor.v1.KvStore/Release',
             protos_dot_kvstore__pb2.Ticket.SerializeToString,
             protos_dot_kvstore__pb2.Empty.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pin(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/conductor.v1.KvStore/Pin',
-            protos_dot_kvstore__pb2.PinRequest.SerializeToString,
-            protos_dot_kvstore__pb2.PinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,8 +45,6 @@ class KvStoreStub:
     Lease: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LeaseRequest, _kvstore_pb2.LeaseResponse]
     """Leave to read the leading blocks of a chain, brought up from disk where they are there."""
     Release: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.Ticket, _kvstore_pb2.Empty]
-    Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
-    """Keeps leading blocks in memory: for some seconds, or (0) until Release."""
     Delete: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.Chain, _kvstore_pb2.DeleteResponse]
     Report: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReportRequest, _kvstore_pb2.Empty]
     """The caller found that a block's bytes are not those of its checksum."""
@@ -64,8 +62,6 @@ class KvStoreAsyncStub(KvStoreStub):
     Lease: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LeaseRequest, _kvstore_pb2.LeaseResponse]  # type: ignore[assignment]
     """Leave to read the leading blocks of a chain, brought up from disk where they are there."""
     Release: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.Ticket, _kvstore_pb2.Empty]  # type: ignore[assignment]
-    Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
-    """Keeps leading blocks in memory: for some seconds, or (0) until Release."""
     Delete: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.Chain, _kvstore_pb2.DeleteResponse]  # type: ignore[assignment]
     Report: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReportRequest, _kvstore_pb2.Empty]  # type: ignore[assignment]
     """The caller found that a block's bytes are not those of its checksum."""
@@ -116,14 +112,6 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.Ticket,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.Empty, _abc.Awaitable[_kvstore_pb2.Empty]]: ...
-
-    @_abc_1.abstractmethod
-    def Pin(
-        self,
-        request: _kvstore_pb2.PinRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.PinResponse, _abc.Awaitable[_kvstore_pb2.PinResponse]]:
-        """Keeps leading blocks in memory: for some seconds, or (0) until Release."""
 
     @_abc_1.abstractmethod
     def Delete(

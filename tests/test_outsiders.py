@@ -43,7 +43,6 @@ LET_IN = {
         "/conductor.v1.KvStore/Abort": NODES,
         "/conductor.v1.KvStore/Lease": NODES,
         "/conductor.v1.KvStore/Release": NODES,
-        "/conductor.v1.KvStore/Pin": NODES,
         "/conductor.v1.KvStore/Delete": NODES,
         "/conductor.v1.KvStore/Report": NODES,
         "/grpc.health.v1.Health/Check": NODES,

@@ -295,15 +295,15 @@ async def test_a_load_or_save_cancelled_at_any_wait_holds_nothing(cluster, work,
     assert await load(one.cache, "abcdef") == 6
 
 
-async def test_a_pinned_chain_outlives_pressure(cluster):
+async def test_a_leased_chain_outlives_pressure(cluster):
     one = await cluster.node("one", num_blocks=4)
     cache, _ = await cluster.client()
     await save(cache, "ab")
-    ticket, num_blocks = await cache.pin(chain_of("ab"), 0.0, one.member)
-    assert num_blocks == 2
+    leased = await one.store.lease(chain_of("ab"), 0)
+    assert leased.num_blocks == 2
     await save(cache, "wxyz")
     assert await load(cache, "ab") == 2
-    await cache.unpin(ticket, one.member)
+    await one.store.release(leased.ticket)
     await save(cache, "pqrst")
     assert await load(cache, "ab") == 0
     all_checked(one)
@@ -404,7 +404,7 @@ async def test_random_histories_over_both_tiers_load_right_bytes_and_lose_no_blo
     rng = random.Random(seed)
     one = await cluster.node("one", num_blocks=8, folder=tmp_path, high_watermark=0.6, low_watermark=0.3)
     cache, _ = await cluster.client()
-    loaded, pins = 0, []
+    loaded, tickets = 0, []
     for _ in range(60):
         path = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 7)))
         act = rng.random()
@@ -413,9 +413,9 @@ async def test_random_histories_over_both_tiers_load_right_bytes_and_lose_no_blo
         elif act < 0.7:
             loaded += await load(cache, path)
         elif act < 0.8:
-            pins.append((await cache.pin(chain_of(path), 0.0, one.member))[0])
-        elif act < 0.9 and pins:
-            await cache.unpin(pins.pop(), one.member)
+            tickets.append((await one.store.lease(chain_of(path), 0)).ticket)
+        elif act < 0.9 and tickets:
+            await one.store.release(tickets.pop())
         elif act < 0.93:
             await cache.delete(chain_of(path))
         await one.store.tick()

@@ -46,7 +46,6 @@ async def call_each(node):
     assert await reached.commit(reserved.ticket, [0]) == 1
     await reached.abort((await reached.reserve(chain_of("y"), "")).ticket)
     await reached.release((await reached.lease(chain, 0)).ticket)
-    await reached.release((await reached.pin(chain, 0.0)).ticket)
     await reached.report(chain[0])
     assert await reached.delete(chain) == 3
     await reached.close()
@@ -59,7 +58,7 @@ async def test_each_call_has_a_limit(time_left):
             await call_each(node)
     assert set(time_left) == set(METHODS)
     assert None not in time_left.values()
-    assert {method for method, left_s in time_left.items() if left_s > 2e4} == {"Lease", "Pin"}
+    assert {method for method, left_s in time_left.items() if left_s > 2e4} == {"Lease"}
 
 
 async def test_in_a_cluster_of_tests_no_call_runs_out(time_left):

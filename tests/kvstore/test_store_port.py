@@ -129,8 +129,6 @@ async def test_a_peer_holds_so_much_ends_only_its_own_and_all_of_it_runs_out(mon
         assert list(mine.missing) == [0, 1, 2, 3]  # half of eight
         with pytest.raises(CapacityError):
             await service.Reserve(asked("xyz"), one)
-        with pytest.raises(CapacityError):
-            await service.Pin(pb.PinRequest(hashes=b"".join(chain_of("abc"))), one)
         assert list((await service.Reserve(asked("xyz"), two)).missing) == [0, 1, 2]
         with pytest.raises(LeaseExpiredError):
             await service.Commit(pb.CommitRequest(ticket=mine.ticket, checksums=[1] * 4), two)
@@ -187,23 +185,3 @@ async def test_a_ticket_of_before_a_restart_ends_nothing_after_it():
         await service.Release(pb.Ticket(ticket=lease.ticket), caller)
         books = hosting.store.pool.accounts()
         assert (books.in_transfer, books.held) == (3, 2)
-
-
-async def test_pins_that_wait_for_the_disk_together_are_no_more_than_a_peer_may_have(monkeypatch):
-    monkeypatch.setattr(peer_holds, "MIN_BLOCKS", 1)
-    caller = Caller("10.0.0.1")
-    async with hosted() as hosting:
-        assert await save(hosting.cache, "abc") == await save(hosting.cache, "xyz") == 3
-        pin = hosting.store.pin
-
-        async def pin_from_disk(chain, seconds):
-            await asyncio.sleep(0)
-            return await pin(chain, seconds)
-
-        monkeypatch.setattr(hosting.store, "pin", pin_from_disk)
-        service = StoreService(hosting.store, ManualClock(), lambda: hosting.member)
-        requests = [pb.PinRequest(hashes=b"".join(chain_of(path))) for path in ("abc", "xyz")]
-        pinning = (service.Pin(request, caller) for request in requests)
-        one, two = await asyncio.gather(*pinning, return_exceptions=True)
-        assert (one.num_blocks, type(two)) == (3, CapacityError)
-        assert hosting.store.pool.accounts().held == 3  # half of eight is four

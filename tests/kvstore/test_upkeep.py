@@ -199,7 +199,8 @@ async def test_a_reader_gives_a_disk_that_hangs_so_long_and_then_has_what_is_in_
         assert one.store.match(chain_of("abcdef")).num_in_memory == 2
         assert await load(one.cache, "abcdef") == 2
         assert await load(two.cache, "abcdef") == 2
-        waiting = asyncio.create_task(one.store.pin(chain_of("abcdef"), 60.0))
+        monkeypatch.setattr("kvstore.store.LIFT_S", 60.0)
+        waiting = asyncio.create_task(one.store.lease(chain_of("abcdef"), 0))
         await some_turns()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,5 +1,5 @@
 """Everything at once against models that know only sets: three stores with their servers, an
-outside client, the directory, leases and pins, and the conductor's index.
+outside client, the directory, leases, and the conductor's index.
 
 After every step: each tier's blocks add up, whoever is said to hold a block holds it and
 nobody else, in the directory as in the index, no leased block is gone, and a store without
@@ -24,6 +24,7 @@ from kvstore import disk
 from kvstore.access import RemoteAccess
 from kvstore.attached import AttachedStore
 from kvstore.index import NodeEvents, PrefixIndex
+from kvstore.store import LEASE_S
 from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, running_cluster, save
 
 PATHS = st.text("ab", min_size=1, max_size=5)
@@ -139,16 +140,11 @@ class StoreMachine(RuleBasedStateMachine):
     def load_from_outside(self, path):
         assert self.runner.run(load(self.outside, path)) >= self.roomy_prefix(chain_of(path))
 
-    @rule(number=NODES, path=PATHS, seconds=st.sampled_from([None, 0.0, 60.0]))
-    def lease_or_pin(self, number, path, seconds):
+    @rule(number=NODES, path=PATHS)
+    def lease(self, number, path):
         party, chain = self.parties[number], chain_of(path)
-        if seconds is None:
-            leased = self.runner.run(party.access.lease(chain, 0))
-            ends_at_s = party.node.clock.now_s() + 30.0
-        else:
-            leased = self.runner.run(party.access.pin(chain, seconds))
-            ends_at_s = party.node.clock.now_s() + (seconds or float("inf"))
-        party.leased[leased.ticket] = (chain[: leased.num_blocks], ends_at_s)
+        leased = self.runner.run(party.access.lease(chain, 0))
+        party.leased[leased.ticket] = (chain[: leased.num_blocks], party.node.clock.now_s() + LEASE_S)
         if number == ROOMY:
             assert leased.num_blocks == self.roomy_prefix(chain)
 
