@@ -110,13 +110,15 @@ class Cluster:
         """Start everything; return when every process is ready.
 
         Raises:
-            ConfigError: the model cannot be prepared, or the nodes do not fit on this host.
+            ConfigError: the model cannot be prepared, or this host has no room for the nodes, or no disk.
             RuntimeError: a process did not become ready; the message holds its log's end.
         """
         if self._config.prefill.nodes + self._config.decode.nodes == 0:
             raise ConfigError("prefill.nodes and decode.nodes are both 0: there is nothing to start")
         if self._config.hosts == "apart" and self._ray.is_local:
             raise ConfigError("hosts: apart wants several hosts, those of the Ray at RAY_ADDRESS")
+        if self._ray.is_local:
+            plan.require_disk(self._config.store.disk_path)
         in_use = {Path(cluster.log_folder) for cluster in running(self._identity.cache_dir)}
         _forget_old_runs(self.log_folder.parent, in_use)
         async with asyncio.TaskGroup() as group:

@@ -7,6 +7,7 @@ can know, the hosts' addresses.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,20 @@ def require_known(config: ClusterConfig) -> None:
     """Raise ConfigError, before anything is started, for a profile or a policy that nobody knows."""
     load_profile(config.profile)
     scheduler_settings(config.scheduler)
+
+
+def require_disk(path: str) -> None:
+    """Raise ConfigError where nodes of this host could not write to `path`, their `store.disk_path`.
+
+    The folder is made, as a node would make its own in it; an empty path is none."""
+    try:
+        if path:
+            folder = Path(path).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        mend = "name a folder that nodes may write to, or leave it empty"
+        raise ConfigError(f"store.disk_path: {path}: {error.strerror}: {mend}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from deploy.plan import (
     chunk_attention,
     conductor_process,
     planned_nodes,
+    require_disk,
     require_known,
     require_model_there,
     sum_of,
@@ -120,6 +121,14 @@ def test_a_path_without_a_model_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for model in (str(tmp_path), "smollm2", "owner/name"):
         require_model_there(model)
+
+
+def test_a_disk_that_nodes_can_write_to_is_left_as_it_is(tmp_path):
+    folder = tmp_path / "new" / "disk"
+    for _ in range(2):
+        require_disk(str(folder))
+        assert list(folder.iterdir()) == []
+    require_disk("")
 
 
 @pytest.mark.parametrize(

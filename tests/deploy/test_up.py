@@ -210,6 +210,20 @@ def test_a_second_ctrl_c_does_not_wait_for_the_drain(start):
     assert wait_all_gone(environment, STOP_S) == {}
 
 
+@pytest.mark.parametrize("path", ["cluster.yaml", "cluster.yaml/below"])
+def test_a_disk_that_nodes_cannot_write_to_is_refused_before_ray_starts(path, start, cluster_yaml):
+    path = cluster_yaml.parent / path
+    with cluster_yaml.open("a") as file:
+        file.write(f"store: {{dram_gib: 0.1, disk_path: {path}}}\n")
+    process, environment = start("--exit")
+    _, err = process.communicate(timeout=STOP_S)
+    assert process.returncode == 1
+    assert f"store.disk_path: {path}: " in err
+    assert "name a folder that nodes may write to" in err
+    assert "✓ ray" not in err
+    assert wait_all_gone(environment, STOP_S) == {}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_killed_launcher_leaves_nothing(start):
