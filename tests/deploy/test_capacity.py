@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from deploy.capacity import (
     refusal,
     weights_bytes,
 )
+from engine.model_store import prepare
 
 NEED = {"prefill": Need(kv_cache=GIB, processes=0), "decode": Need(kv_cache=3 * GIB, processes=0)}
 MANY = Offer(100 * GIB, 1000)
@@ -170,6 +172,13 @@ def test_the_weights_of_a_file_are_counted_by_the_engines_dtype(tmp_path):
         dtype: weights_bytes(tmp_path, EngineConfig(dtype=dtype)) for dtype in ("auto", "bfloat16", "float32")
     }
     assert sizes == {"auto": 12, "bfloat16": 6, "float32": 12}
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_weights_of_smollm2_are_counted_before_it_is_there(quantization):
+    engine = EngineConfig(quantization=quantization)
+    prepared = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
+    assert weights_bytes(Path("smollm2"), engine) == weights_bytes(Path(prepared.path), engine) > 0
 
 
 @pytest.mark.parametrize(("quantization", "size"), [("none", 4), ("int8", 1), ("int4", 1), ("fp8", 4)])

@@ -51,7 +51,7 @@ def test_a_healthy_host_has_no_troubles():
         ({"open_files": 1024}, ClusterConfig(), "warning", "1024 files"),
         ({"locked_memory_bytes": 65536}, RDMA, "wrong", "65536 bytes of memory"),
         ({"offer": Offer(2 * GIB, 2)}, ClusterConfig(), "wrong", "prefill: at most 1 more fit in 2.0 GiB"),
-        ({}, LARGE_CACHES, "wrong", "each takes 4.4 GiB (KV cache 4.0, process 0.4)"),
+        ({}, LARGE_CACHES, "wrong", "each takes 4.9 GiB (weights 0.5, KV cache 4.0, process 0.4)"),
         ({"busy_ports": ("port 8000 is in use by x",)}, ClusterConfig(), "wrong", "port 8000"),
         ({"silent": (("store.redis_url", "h:1"),)}, ClusterConfig(), "wrong", "nobody answers at h:1"),
         ({"ray_token": False}, SEVERAL_HOSTS, "warning", "no Ray token"),
