@@ -21,6 +21,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from base.private import stamp_of
 log = logging.getLogger(__name__)
 
 PREFIX = "ck"
+ID = re.compile(r"[!-,.-~]+")
+"""Ids by which a key is found: a hyphen ends one, and a header carries no others."""
 LOOK_AGAIN_S = 1.0
 """A key that was added or removed counts so much later at most."""
 LONG_BYTES = 100_000
@@ -106,19 +109,34 @@ def made_key(name: str, tenant: str, operator: bool = False, critical: bool = Fa
 def read_keys(path: Path) -> KeyFile:
     """Read a file of keys; raises ConfigError, which names what is wrong in it."""
     try:
-        table = json.loads(path.read_text())
+        text = path.read_text()
+        table = json.loads(text)
         tenants = {name: Quota(**quota) for name, quota in table["tenants"].items()}
         keys = tuple(Key(**key) for key in table["keys"])
     except OSError as error:
         raise ConfigError(f"server.keys_file: {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"server.keys_file: {path}: {type(error).__name__}: {error}") from error
-    for key in keys:
-        if key.tenant not in tenants:
-            raise ConfigError(
-                f"server.keys_file: {path}: key {key.id!r}: the tenant {key.tenant!r} is not there"
-            )
+    known: set[str] = set()
+    for number, key in enumerate(keys):
+        problem = ""
+        if not ID.fullmatch(key.id):
+            problem = "an id is visible ASCII characters without -"
+        elif key.id in known:
+            problem = "another key has this id"
+        elif key.tenant not in tenants:
+            problem = f"the tenant {key.tenant!r} is not there"
+        if problem:
+            where = f"server.keys_file: {path}:{_line_of(text, number)}: key {key.id!r}"
+            raise ConfigError(f"{where}: {problem}; remove the key and make one with `conductor keys add`")
+        known.add(key.id)
     return KeyFile(tenants, keys)
+
+
+def _line_of(text: str, number: int) -> int:
+    """Return the line on which the id of a file's key of this number stands."""
+    places = [match.start() for match in re.finditer(r'"id"\s*:\s*"', text)]
+    return text.count("\n", 0, places[: number + 1][-1]) + 1 if places else 1
 
 
 def change_keys(path: Path, changed: Callable[[], KeyFile]) -> None:
