@@ -30,7 +30,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +122,17 @@ def _converted(
     model_id = f"{digest[:32]}-{CONVERSION}"
     folder = cache_dir / "models" / model_id
     if not folder.is_dir():
-        with locked(cache_dir / "lock"), tempfile.TemporaryDirectory(dir=cache_dir) as work:
-            # Whoever held the lock may have made it.
-            if not folder.is_dir():
-                draft = Path(work) / "model"
-                _convert(fetch(Path(work), say), draft, digest, say)
-                folder.parent.mkdir(exist_ok=True)
-                draft.rename(folder)
+        try:
+            with locked(cache_dir / "lock"), tempfile.TemporaryDirectory(dir=cache_dir) as work:
+                # Whoever held the lock may have made it.
+                if not folder.is_dir():
+                    draft = Path(work) / "model"
+                    _convert(fetch(Path(work), say), draft, digest, say)
+                    folder.parent.mkdir(exist_ok=True)
+                    draft.rename(folder)
+        except OSError as error:
+            mend = "name a folder that can be written to and has room"
+            raise ConfigError(f"cache_dir: {error}; {mend}") from error
     return PreparedModel(str(folder), model_id, name)
 
 
@@ -219,10 +223,11 @@ def _folder_digest(path: Path, cache_dir: Path, say: Progress) -> str:
     for file in _model_files(path):
         digests.update(f"{file.name}\0{_file_digest(file)}\0".encode())
     digest = digests.hexdigest()[:32]
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    draft = memory.with_name(f"{key}.{os.getpid()}")
-    draft.write_text(digest)
-    draft.rename(memory)
+    with suppress(OSError):  # what cannot be remembered is read again
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        draft = memory.with_name(f"{key}.{os.getpid()}")
+        draft.write_text(digest)
+        draft.rename(memory)
     return digest
 
 

@@ -2,10 +2,14 @@
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import gguf
 import numpy as np
@@ -18,6 +22,7 @@ from base.errors import ConfigError
 from engine.model_store import main, prepare
 from engine.weights import convert_gguf, load_model
 
+NOBODY = 65534
 VOCABULARY = ["a", "b", "ab", "aba", *(f"t{index}" for index in range(60))]
 
 
@@ -270,6 +275,42 @@ def test_two_processes_that_prepare_one_gguf_file_get_one_whole_folder(tmp_path:
     reader = gguf.GGUFReader(source)
     (embedding,) = (tensor.data for tensor in reader.tensors if tensor.name == "token_embd.weight")
     assert torch.equal(model.model.embed_tokens.weight, torch.tensor(np.array(embedding)).view(64, 32))
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[Path]:
+    """A copy that may be read and not written: root, who writes everywhere, is somebody else meanwhile."""
+    is_root = os.geteuid() == 0
+    with TemporaryDirectory() as above:
+        shared = Path(shutil.copytree(folder, Path(above, "shared")))
+        for each in (Path(above), *shared.rglob("*"), shared):
+            each.chmod(0o555 if each.is_dir() else 0o666)
+        if is_root:
+            os.seteuid(NOBODY)
+        try:
+            yield shared
+        finally:
+            if is_root:
+                os.seteuid(0)
+            Path(above).chmod(0o700)
+            shared.chmod(0o700)
+
+
+def test_a_cache_that_cannot_be_written_is_named_though_its_lock_can(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    (tmp_path / "tiny.gguf").touch()
+    with (
+        as_nobody(tmp_path) as cache,
+        pytest.raises(ConfigError, match=rf"^cache_dir: .*Permission denied: '{cache}/.*; name a folder"),
+    ):
+        prepare(str(cache / "tiny.gguf"), cache, heard)
+
+
+def test_a_model_is_found_where_its_digest_cannot_be_kept(tmp_path: Path) -> None:
+    folder_with_model(tmp_path / "model")
+    expected = prepare(str(tmp_path / "model"), tmp_path / "cache", heard)
+    with as_nobody(tmp_path / "model") as folder:
+        assert prepare(str(folder), folder, heard).model_id == expected.model_id
 
 
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
