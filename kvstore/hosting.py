@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from kvstore.peers import PeerDirectory
 from kvstore.pool import HostPool, PoolLimits
 from kvstore.service import admit_nodes, store_service
 from kvstore.settings import StoreProcess
-from kvstore.store import Store
+from kvstore.store import LEASE_S, Store
 from kvstore.wire import Member
 from transfer.agent import TransferAgent
 
@@ -48,7 +49,7 @@ TICK_S = 1.0
 DRAIN_S = 10.0
 """Time for calls under way when the store is to end."""
 PERSIST_S = 5.0
-"""Time to write memory to disk then; what does not make it is computed again."""
+"""Time to write memory to disk then, and for the writes under way after it; the rest is computed again."""
 MAX_MESSAGE_BYTES = 16 << 20
 """A chain of a million tokens is 256 KiB."""
 
@@ -100,19 +101,20 @@ async def hosted_store(
             yield HostedStore(member, store, cache)
             if server is not None:
                 await server.stop(DRAIN_S)
-            with suppress(TimeoutError):
+            with _bounded(2 * PERSIST_S), suppress(TimeoutError):
                 async with asyncio.timeout(PERSIST_S):
                     await store.persist()
             for task in background:
                 task.cancel()
     finally:
-        if server is not None:
-            await server.stop(0)
-        await store.close()
-        await cache.close()
-        await directory.close()
-        if disk is not None:
-            await disk.close()
+        with _bounded(LEASE_S):
+            if server is not None:
+                await server.stop(0)
+            await store.close()
+            await cache.close()
+            await directory.close()
+            if disk is not None:
+                await disk.close()
 
 
 @asynccontextmanager
@@ -144,6 +146,24 @@ async def block_cache(
     finally:
         await cache.close()
         await directory.close()
+
+
+@contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """End the process where the body, which closes a store, takes longer: its disk hangs.
+
+    Threads that wait for a disk have the pool's memory, and nothing but the process's end ends them.
+    """
+    timer = asyncio.get_running_loop().call_later(seconds, _end_hung)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_hung() -> None:
+    event(log, "the disk hangs, and the process ends without it", level=logging.CRITICAL)
+    os._exit(1)
 
 
 async def _running(directory: RedisDirectory | PeerDirectory) -> None:

@@ -18,6 +18,17 @@ from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, patience, save
 ROOT = Path(__file__).parent.parent.parent
 
 
+STORE = ("-m", "kvstore")
+WITH_A_DISK_THAT_HANGS = """
+import sys, threading
+from kvstore import disk, hosting
+from kvstore.__main__ import main
+disk.DirectFile.write = lambda *_: threading.Event().wait()
+hosting.PERSIST_S = 0.1
+sys.exit(main())
+"""
+
+
 class Process:
     """One `python -m kvstore`."""
 
@@ -31,13 +42,13 @@ class Process:
             return await self.child.wait()
 
 
-async def start(folder, **settings):
+async def start(folder, program=STORE, **settings):
     config = {"node_id": "s", "block_bytes": BLOCK_BYTES, "pool_gib": 8 * BLOCK_BYTES / (1 << 30), **settings}
     path = folder / "store.json"
     path.write_text(json.dumps(config))
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvstore", "--config", str(path)),
+        *(sys.executable, *program, "--config", str(path)),
         cwd=ROOT,
         stdin=pipe,
         stdout=pipe,
@@ -47,8 +58,8 @@ async def start(folder, **settings):
 
 
 @asynccontextmanager
-async def running(folder, **settings):
-    process = await start(folder, **settings)
+async def running(folder, program=STORE, **settings):
+    process = await start(folder, program, **settings)
     try:
         async with asyncio.timeout(60):
             line = await process.child.stdout.readline()
@@ -168,3 +179,15 @@ async def test_a_folder_in_use_ends_it_with_the_key_named(tmp_path):
         second = await start(tmp_path, **settings)
         assert await second.ended() == 2
         assert b"disk.folder" in await second.child.stderr.read()
+
+
+async def test_a_disk_that_hangs_does_not_keep_a_process_that_is_to_end(tmp_path):
+    disk = {"folder": str(tmp_path / "disk"), "gib": 0.01}
+    async with (
+        running(tmp_path, ("-c", WITH_A_DISK_THAT_HANGS), disk=disk) as process,
+        connected([process.address]) as cache,
+    ):
+        assert await save(cache, "abc") == 3
+        process.child.send_signal(signal.SIGTERM)
+        assert await process.ended() == 1
+        assert "the disk hangs" in (await process.child.stderr.read()).decode()
