@@ -127,15 +127,16 @@ class Eviction(Generic[Block]):
         Call it once for a request, before its inserts, even if nothing matched.
         """
         self._tick += 1
-        tick, patience, credits, entries = self._tick, 0.0, 0, self._entries
+        tick, patience, credits = self._tick, 0.0, 0
+        entries = list(map(self._entries.__getitem__, chain))
         if self._admission is not None:
-            self._admit(chain, self._admission)
+            self._admit(entries, self._admission)
             patience, credits = self._admission.patience, self._admission.credits
-        for block in chain:
-            entry = entries[block]
-            entry.uses += 1
+        for entry in entries:
+            uses = entry.uses
+            entry.uses = uses + 1
             entry.tick = tick
-            entry.patience = patience * min(entry.uses - 1, credits)
+            entry.patience = patience * (uses if uses < credits else credits)
 
     def insert(self, block: Block, parent: Block | None) -> None:
         """Add `block`, absent so far, after `parent`, which is present or None.
@@ -225,12 +226,11 @@ class Eviction(Generic[Block]):
             assert entry.children >= children[block], "a child is not counted"
             assert entry.children or id(entry) in queued, "a leaf cannot be evicted"
 
-    def _admit(self, chain: Sequence[Block], admission: Admission[Block]) -> None:
+    def _admit(self, entries: Sequence[Entry[Block]], admission: Admission[Block]) -> None:
         """A conversation that came back is kept, whatever was drawn for it."""
         admission.request(len(self._entries) if self._is_full else math.inf, self._stay)
-        admission.count(len(chain))
-        for block in chain:
-            entry = self._entries[block]
+        admission.count(len(entries))
+        for entry in entries:
             entry.is_admitted = True
             if entry.is_sampled:
                 admission.returned(self._tick - entry.tick)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from base.block_hash import BlockHash
 from base.clock import Clock
@@ -144,10 +144,7 @@ class HostPool:
 
     def match(self, chain: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of `chain` are committed."""
-        for count, block_hash in enumerate(chain):
-            if block_hash not in self._records:
-                return count
-        return len(chain)
+        return len(list(takewhile(self._records.__contains__, chain)))
 
     def record(self, block_hash: BlockHash) -> Record:
         """Return a committed block."""
@@ -233,11 +230,12 @@ class HostPool:
 
         A lease of nothing is empty.
         """
-        records = tuple(self._records[block_hash] for block_hash in chain[: self.match(chain)])
+        found = chain[: self.match(chain)]
+        records = tuple(map(self._records.__getitem__, found))
         if records:
             tree = self._tenants[records[0].tenant].tree
-            tree.touch([record.block_hash for record in records])
-            tree.hold(records[-1].block_hash)
+            tree.touch(found)
+            tree.hold(found[-1])
         for record in records:
             record.holders += 1
             self._num_held += record.holders == 1
@@ -266,7 +264,7 @@ class HostPool:
     # --- making room --------------------------------------------------------------------
 
     def delete(self, chain: Sequence[BlockHash]) -> list[BlockHash]:
-        """Forget `chain` from its tail, as far as nothing else needs it; return the names.
+        """Forget `chain`, or an end of one, from its tail, as far as nothing else needs it; return the names.
 
         A block that is held, or that another chain goes through, ends the walk.
         """

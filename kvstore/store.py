@@ -44,7 +44,9 @@ LEASE_S = 30.0
 LIFT_S = 8.0
 """Time that a reader gives the disk; after that it has what is in memory. Shorter than a call's limit."""
 MAX_PUT_BLOCKS = 2048
-"""Blocks of one put from elsewhere: its end holds the event loop for some 10 ms, and for 130 with 8,192."""
+"""Blocks of one put from elsewhere, and of a delete in one turn of the event loop.
+
+The end of such a put holds the loop for some 10 ms, and of 8,192 blocks for 130."""
 UPKEEP_S = 1.0
 """Time that a tick waits for what it has begun."""
 _LOWERING = 0
@@ -192,7 +194,8 @@ class Store:
         Raises:
             CapacityError: too many grants are live. Nothing is held.
         """
-        if self.match(chain).num_blocks > self.pool.match(chain):
+        found = self.match(chain)
+        if found.num_blocks > found.num_in_memory:
             await self._lifted(chain)
         lease = self.pool.lease(chain, LEASE_S)
         block_ids = lease.block_ids[first:]
@@ -217,8 +220,16 @@ class Store:
     async def delete(self, chain: Sequence[BlockHash]) -> int:
         """Forget `chain` from its tail, as far as nothing needs it; return the blocks gone."""
         await self._lowered(chain)
-        gone = self.pool.delete(chain)
-        self._withdraw(gone)
+        gone: list[BlockHash] = []
+        # What is left is a whole chain between two parts as well, and the directory says so.
+        for end in range(self.pool.match(chain), 0, -MAX_PUT_BLOCKS):
+            part = chain[max(end - MAX_PUT_BLOCKS, 0) : end]
+            forgotten = self.pool.delete(part)
+            self._withdraw(forgotten)
+            gone += forgotten
+            if len(forgotten) < len(part):
+                break
+            await asyncio.sleep(0)
         if self.disk is not None:
             for block_hash in reversed(chain):
                 if block_hash in self.pool:
@@ -342,7 +353,7 @@ class Store:
 
     async def _lowered(self, chain: Sequence[BlockHash]) -> None:
         """Wait until what is on its way to disk is there."""
-        if any(block_hash in self._leaving for block_hash in chain):
+        if not self._leaving.isdisjoint(chain):
             async with self._lowering:
                 pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 from google.protobuf.message import DecodeError
 
@@ -16,6 +17,7 @@ from base.wire import PEER
 from protos import kvstore_pb2 as pb
 
 MAX_CHAIN_BLOCKS = 1 << 16
+_HASH = Struct(f"{HASH_BYTES}s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def chain_from(data: bytes) -> list[BlockHash]:
     """Return the hashes in `data`; raises ProtocolError unless they are whole, each once, and not many."""
     if len(data) % HASH_BYTES or len(data) > MAX_CHAIN_BLOCKS * HASH_BYTES:
         raise ProtocolError(f"a chain of {len(data)} bytes")
-    chain = [BlockHash(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES)]
+    chain = [BlockHash(name) for (name,) in _HASH.iter_unpack(data)]
     if len(set(chain)) < len(chain):
         raise ProtocolError("a block is in a chain twice")
     return chain
