@@ -77,10 +77,6 @@ class Lease:
     expires_at_s: float
 
     @property
-    def block_ids(self) -> tuple[int, ...]:
-        return tuple(record.block_id for record in self.records)
-
-    @property
     def checksums(self) -> tuple[int, ...]:
         return tuple(record.checksum for record in self.records)
 
@@ -237,8 +233,9 @@ class HostPool:
             tree.touch(found)
             tree.hold(found[-1])
         for record in records:
+            if not record.holders:
+                self._num_held += 1
             record.holders += 1
-            self._num_held += record.holders == 1
         lease = Lease(self._draw(), records, self._clock.now_s() + lease_s)
         self._leases[lease.lease_id] = lease
         return lease

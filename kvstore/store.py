@@ -198,12 +198,12 @@ class Store:
         if found.num_blocks > found.num_in_memory:
             await self._lifted(chain)
         lease = self.pool.lease(chain, LEASE_S)
-        block_ids = lease.block_ids[first:]
-        if not block_ids:
+        records = lease.records[first:]
+        if not records:
             self.pool.end(lease.lease_id)
             return Leased(lease.lease_id, len(lease.records), None, ())
         try:
-            offsets = [block_id * self.block_bytes for block_id in block_ids]
+            offsets = [record.block_id * self.block_bytes for record in records]
             grant = self._agent.grant(self.segment, offsets, self.block_bytes, Operation.READ, LEASE_S)
         except BaseException:
             self.pool.end(lease.lease_id)
