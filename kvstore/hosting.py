@@ -101,13 +101,13 @@ async def hosted_store(
             yield HostedStore(member, store, cache)
             if server is not None:
                 await server.stop(DRAIN_S)
-            with _bounded(2 * PERSIST_S), suppress(TimeoutError):
+            with _bounded(2 * PERSIST_S, disk), suppress(TimeoutError):
                 async with asyncio.timeout(PERSIST_S):
                     await store.persist()
             for task in background:
                 task.cancel()
     finally:
-        with _bounded(LEASE_S):
+        with _bounded(LEASE_S, disk):
             if server is not None:
                 await server.stop(0)
             await store.close()
@@ -149,16 +149,17 @@ async def block_cache(
 
 
 @contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
+def _bounded(seconds: float, disk: DiskTier | None) -> Iterator[None]:
     """End the process where the body, which closes a store, takes longer: its disk hangs.
 
     Threads that wait for a disk have the pool's memory, and nothing but the process's end ends them.
     """
-    timer = asyncio.get_running_loop().call_later(seconds, _end_hung)
+    timer = asyncio.get_running_loop().call_later(seconds, _end_hung) if disk is not None else None
     try:
         yield
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
 
 
 def _end_hung() -> None:
