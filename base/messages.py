@@ -26,7 +26,7 @@ from base.request import (
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from base.step_cost import StepCost
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Version of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
@@ -82,19 +82,26 @@ class Source:
 
 class Prefill(NamedTuple):
     work: Work
-    target: PeerDescriptor
-    grant: Grant | None
-    """One offset for each block from `first_block` on; None: there is none to write."""
-    first_block: int
     source: Source | None = None
-    ranks: tuple[RankGrant, ...] = ()
-    """Grants in place of `target` and `grant`, where several ranks of the decode node have its KV."""
     stays: bool = False
     """The sequence goes on on this node: nothing is written, and `Tokens` follow `Prefilled`."""
     num_prompt_logprobs: int | None = None
     """Likely tokens wanted beside each of the prompt's, with its log probability; None: not even that."""
     pooling: Pooling | None = None
     """The vector that is wanted in place of a token; nothing is written or stays then."""
+
+
+class Granted(NamedTuple):
+    """Where a prompt that is being computed is to be written."""
+
+    request_id: RequestId
+    first_block: int
+    """Index in the sequence of the first block to write: the decode node has those before it."""
+    target: PeerDescriptor
+    grant: Grant | None
+    """One offset for each block from `first_block` on; None: there is none to write."""
+    ranks: tuple[RankGrant, ...] = ()
+    """Grants in place of `target` and `grant`, where several ranks of the decode node have its KV."""
 
 
 class Start(NamedTuple):
@@ -123,7 +130,7 @@ class TellBlocks:
     """Asks a node for all its blocks: events were lost. Answered by a snapshot, in the stream itself."""
 
 
-ToNode = Reserve | Lend | Prefill | Start | Release | Serve | TellBlocks
+ToNode = Reserve | Lend | Prefill | Granted | Start | Release | Serve | TellBlocks
 
 
 class Reserved(NamedTuple):

@@ -35,16 +35,17 @@ class RequestTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, request_id: RequestId, work: Coroutine[None, None, None]) -> None:
-        """Run `work` for `request_id`; a request id that runs already is refused."""
+    def start(self, request_id: RequestId, work: Coroutine[None, None, None]) -> asyncio.Task[None] | None:
+        """Run `work` for `request_id` and return its task; None: this id runs already, and is refused."""
         if request_id in self._tasks:
             work.close()
             self._send(Failed(request_id, "ProtocolError", "this request id is at work already"))
-            return
+            return None
         task = self._group.create_task(self._answered(request_id, work))
         self._tasks[request_id] = task
         self._idle.clear()
         task.add_done_callback(lambda _: self._forget(request_id, work))
+        return task
 
     def end(self, request_id: RequestId) -> None:
         """Cancel the request's task, once; an id that is not here is nothing."""

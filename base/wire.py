@@ -31,6 +31,7 @@ from base.messages import (
     ExpertLoad,
     Failed,
     FromNode,
+    Granted,
     Heartbeat,
     KvEvents,
     Lend,
@@ -97,8 +98,8 @@ def _check_work(work: Work) -> None:
 def _check_prefill(prefill: Prefill) -> None:
     if not 0 <= (prefill.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS:
         raise ProtocolError(f"prefill.num_prompt_logprobs: more than {MAX_TOP_LOGPROBS}")
-    if prefill.pooling is not None and (prefill.stays or prefill.grant is not None or prefill.ranks):
-        raise ProtocolError("prefill.pooling: of a vector nothing stays and nothing is written")
+    if prefill.pooling is not None and prefill.stays:
+        raise ProtocolError("prefill.pooling: of a vector nothing stays")
 
 
 def _check_times(times: PrefillTimes) -> None:
@@ -206,13 +207,14 @@ _TO_NODE: dict[type, tuple[str, Codec[Any]]] = {
             Prefill,
             _check_prefill,
             work=_WORK,
-            target=PEER,
-            grant=optional(GRANT),
             source=optional(_SOURCE),
-            ranks=each(RANK_GRANT),
             num_prompt_logprobs=OPTIONAL,
             pooling=enum_or_none(Pooling, "prefill.pooling"),
         ),
+    ),
+    Granted: (
+        "granted",
+        message_of(Granted, target=PEER, grant=optional(GRANT), ranks=each(RANK_GRANT)),
     ),
     Lend: ("lend", message_of(Lend, chain=hashes("lend.chain"))),
     Start: ("start", message_of(Start, checksums=TUPLE, parts=each(PART))),

@@ -1,4 +1,4 @@
-"""Blocks set aside for KV to come: taken before the prefill starts, given back by one path.
+"""Blocks set aside for KV to come: taken while the prompt is computed, given back by one path.
 
 What the node holds of the sequence's prefix already is matched, and needs no bytes; a
 grant of each rank lets the prefill node write the other blocks. Grants end before the blocks

@@ -20,6 +20,7 @@ from base.grants import Grant
 from base.messages import (
     Failed,
     FromNode,
+    Granted,
     Prefill,
     Prefilled,
     Release,
@@ -81,6 +82,8 @@ class WorkSpans(MessageObserver):
                     self._begin("receive", work.request_id, work.traceparent)
                 case Prefill() if item.work.traceparent:
                     self._begin_prefill(item)
+                case Granted(grant=Grant() as grant) if item.request_id in self._spans:
+                    self._moves(item.request_id, grant)
                 case Start(request_id) if request_id in self._parents:
                     self._end(request_id)
                     self._begin("decode", request_id, self._parents[request_id])
@@ -109,13 +112,16 @@ class WorkSpans(MessageObserver):
     def _begin_prefill(self, item: Prefill) -> None:
         request_id = item.work.request_id
         self._forget(request_id, "begun again")
-        span = self._begin("prefill", request_id, item.work.traceparent)
+        self._begin("prefill", request_id, item.work.traceparent)
         if item.stays:
             self._parents[request_id] = item.work.traceparent
-        grants = [item.grant, item.source.grant if item.source is not None else None]
-        self._grants[request_id] = tuple(grant.generation for grant in grants if grant is not None)
-        for generation in self._grants[request_id]:
-            self._by_grant[generation] = span.traceparent
+        if item.source is not None:
+            self._moves(request_id, item.source.grant)
+
+    def _moves(self, request_id: RequestId, grant: Grant) -> None:
+        """Note a grant that the prefill of a request may use."""
+        self._grants[request_id] = (*self._grants.get(request_id, ()), grant.generation)
+        self._by_grant[grant.generation] = self._spans[request_id].traceparent
 
     def _prefilled(self, item: Prefilled) -> None:
         below, times = self._spans[item.request_id].traceparent, item.times

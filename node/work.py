@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from base.block_hash import BlockHash
 from base.messages import (
     ExpertLoad,
+    Granted,
     Heartbeat,
     KvEvents,
     Lend,
@@ -211,6 +212,8 @@ class ConductorWork:
                     self._decode.reserve(item)
                 case Prefill():
                     self._prefill.prefill(item)
+                case Granted():
+                    self._prefill.granted(item)
                 case Start():
                     self._decode.start(item)
                 case Lend():

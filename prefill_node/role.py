@@ -1,9 +1,9 @@
 """The prefill role of a node: a prompt in, its KV in the reservation and a token out.
 
 For each `Prefill` the engine computes the sequence up to its first new token, matching
-what the node holds already, while the sender writes finished blocks. `Prefilled` is sent
-when the last write is acknowledged: from then on the decode node has all of it, and this
-node holds nothing but cached blocks.
+what the node holds already, while the sender writes finished blocks to where `Granted` says, which
+comes meanwhile. `Prefilled` is sent when the last write is acknowledged: from then on the decode
+node has all of it, and this node holds nothing but cached blocks.
 
 Where the decode node is this one, the sequence stays: nothing is reserved, written or compared, and the
 engine goes on with it. Where a vector is wanted in place of tokens, nothing is drawn, written or kept either.
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from base.clock import Clock
 from base.errors import DeadlineError
-from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
-from base.request import FinishReason, Pooling
+from base.messages import FromNode, Granted, Prefill, Prefilled, PrefillTimes, Source, Work
+from base.request import FinishReason, Pooling, RequestId
 from base.request_tasks import RequestTasks
 from base.together import Begin, beside
 from engine.loop import EngineLoop
@@ -29,7 +29,7 @@ from engine.step import LaunchedChunk, SequenceOutput
 from engine.token_stream import TokenStream, failure_of
 from kvstore.engine_store import EngineStore
 from prefill_node.prefix_loader import Prefix, PrefixSource, loaded_prefix
-from prefill_node.sender import KvSender, PrefillObserver
+from prefill_node.sender import Destination, KvSender, PrefillObserver
 from transfer.shard import NodeKv
 
 
@@ -74,18 +74,30 @@ class PrefillRole:
         self._clock = clock
         self._store = store
         self.tasks = RequestTasks(group, send)
+        self._destinations: dict[RequestId, Destination] = {}
 
     def prefill(self, message: Prefill) -> None:
-        self.tasks.start(message.work.request_id, self._prefill(message))
+        name, is_written = message.work.request_id, not message.stays and message.pooling is None
+        destination = Destination() if is_written else None
+        task = self.tasks.start(name, self._prefill(message, destination))
+        if task is not None and destination is not None:
+            self._destinations[name] = destination
+            task.add_done_callback(lambda _: self._destinations.pop(name))
 
-    async def _prefill(self, message: Prefill) -> None:
+    def granted(self, message: Granted) -> None:
+        """Let a prompt's blocks be written; of a request that has ended it is nothing."""
+        destination = self._destinations.get(message.request_id)
+        if destination is not None:
+            destination.granted(message)
+
+    async def _prefill(self, message: Prefill, destination: Destination | None) -> None:
         arrived_at_s = self._clock.now_s()
         self._engine.grammars.expect(message.work.sampling.grammar)
         try:
             async with asyncio.timeout(message.work.deadline_s):
-                done = await self._computed(message, arrived_at_s, self._engine.prefix_parts)
+                done = await self._computed(message, destination, arrived_at_s, self._engine.prefix_parts)
                 # What was being loaded is not what it should be: what was made of it is dropped.
-                done = done or await self._computed(message, arrived_at_s, ())
+                done = done or await self._computed(message, destination, arrived_at_s, ())
                 assert done is not None, "what is loaded before is never found out later"
                 if message.stays:
                     await self._go_on(message.work, done)
@@ -136,7 +148,11 @@ class PrefillRole:
             self._engine.release(sequence)
 
     async def _computed(
-        self, message: Prefill, arrived_at_s: float, parts: tuple[int, ...]
+        self,
+        message: Prefill,
+        destination: Destination | None,
+        arrived_at_s: float,
+        parts: tuple[int, ...],
     ) -> _Computed | None:
         """Compute a prompt and write it to its reservation; None: from a prefix that proved wrong.
 
@@ -144,13 +160,11 @@ class PrefillRole:
         """
         news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
         answer = TokenStream(message.work.request_id, self._send)
-        if message.stays:
-            sequence, sender = sequence_of(message.work, arrived_at_s), None
-        elif message.pooling is not None:
-            sequence, sender = one_token_sequence(message.work, arrived_at_s), None
-        else:
-            sequence = one_token_sequence(message.work, arrived_at_s)
-            sender = KvSender(self._kv, self._engine.pool, message, self._clock, self._observers)
+        make = sequence_of if message.stays else one_token_sequence
+        sequence, sender = make(message.work, arrived_at_s), None
+        if destination is not None:
+            node = self._kv, self._engine.pool
+            sender = KvSender(*node, message.work, destination, self._clock, self._observers)
         sequence.num_prompt_logprobs, sequence.pooling = message.num_prompt_logprobs, message.pooling
 
         def listen(output: SequenceOutput) -> None:

@@ -20,7 +20,7 @@ from base.clock import Clock
 from base.errors import LostError, ProtocolError
 from base.grants import RankGrant
 from base.kv_layout import KvPart
-from base.messages import Prefill, PrefillTimes
+from base.messages import Granted, PrefillTimes, Work
 from base.request import RequestId
 from base.together import Begin, together
 from engine.block_pool import BlockPool
@@ -48,6 +48,25 @@ class _Path:
     """The layers and heads that both ranks have, and what has no heads on one path to each rank."""
 
 
+class Destination:
+    """Where a sequence's blocks go, which its decode node says while the prompt is computed."""
+
+    def __init__(self) -> None:
+        self._is_known = asyncio.Event()
+        self._granted: Granted | None = None
+
+    def granted(self, message: Granted) -> None:
+        """Note what the decode node has set aside; again: no effect."""
+        self._granted = self._granted or message
+        self._is_known.set()
+
+    async def known(self) -> Granted:
+        """Return what was set aside, once it is."""
+        await self._is_known.wait()
+        assert self._granted is not None, "the event says so"
+        return self._granted
+
+
 class KvSender:
     """The hand-off of one sequence. Belongs to the event loop."""
 
@@ -55,28 +74,23 @@ class KvSender:
         self,
         kv: NodeKv,
         pool: BlockPool,
-        message: Prefill,
+        work: Work,
+        destination: Destination,
         clock: Clock,
         observers: Sequence[PrefillObserver] = (),
     ) -> None:
         self._kv = kv
         self._pool = pool
-        self._message = message
+        self._work = work
+        self._destination = destination
         self._clock = clock
         self._observers = observers
-        self._num_sent = message.first_block
+        self._num_sent = 0
         self._begun_at_s: float | None = None
         self._ended_at_s = 0.0
         self._checksums: dict[tuple[KvPart, int], int] = {}
-        targets = message.ranks
-        if message.grant is not None:
-            targets = (RankGrant(message.target, kv.whole, message.grant),)
-        self._paths = [
-            _Path(shard, target, part)
-            for shard in kv.shards
-            for target in targets
-            if (part := shard.part.share_for(target.part))
-        ]
+        self._first_block = 0
+        self._paths: list[_Path] = []
 
     @property
     def parts(self) -> tuple[KvPart, ...]:
@@ -92,7 +106,7 @@ class KvSender:
     @property
     def checksums(self) -> tuple[int, ...]:
         """One for each block written, in the order of the sequence, for each part in turn."""
-        blocks = range(self._message.first_block, self._num_sent)
+        blocks = range(self._first_block, self._num_sent)
         return tuple(self._checksums[path.part, block] for path in self._paths for block in blocks)
 
     def send_launched(self, begin: Begin, chunk: LaunchedChunk) -> None:
@@ -127,7 +141,7 @@ class KvSender:
             groups: All layers, with when they are computed; empty: they are.
         """
         layout = self._kv.layout
-        is_done = num_tokens >= len(self._message.work.token_ids)
+        is_done = num_tokens >= len(self._work.token_ids)
         num_finished = layout.num_blocks(num_tokens) if is_done else num_tokens // layout.block_size
         if len(block_table) < num_finished:
             return  # preempted since: it is computed again, and sent then
@@ -140,6 +154,11 @@ class KvSender:
             write.add_done_callback(lambda _: self._pool.release(block_ids))
 
     async def _write(self, first: int, block_ids: list[int], groups: tuple[LayerGroup, ...]) -> None:
+        self._go_to(await self._destination.known())
+        if (num_there := self._first_block - first) > 0:
+            first, block_ids = self._first_block, block_ids[num_there:]
+        if not block_ids:
+            return
         if not self._paths:
             raise ProtocolError("blocks are to be written, and no grant was given")
         whole = self._kv.whole
@@ -152,6 +171,20 @@ class KvSender:
                 raise LostError(f"the device failed: {error}") from error
             layers = replace(whole, first_layer=group.first, num_layers=group.count)
             await self._write_layers(first, block_ids, layers)
+
+    def _go_to(self, granted: Granted) -> None:
+        """Find the paths to what was set aside, once."""
+        if self._paths:
+            return
+        self._first_block, targets = granted.first_block, granted.ranks
+        if granted.grant is not None:
+            targets = (RankGrant(granted.target, self._kv.whole, granted.grant),)
+        self._paths = [
+            _Path(shard, target, part)
+            for shard in self._kv.shards
+            for target in targets
+            if (part := shard.part.share_for(target.part))
+        ]
 
     async def _write_layers(self, first: int, block_ids: list[int], layers: KvPart) -> None:
         work: list[Coroutine[Any, Any, None]] = []
@@ -172,7 +205,7 @@ class KvSender:
 
     async def _send(self, path: _Path, first: int, block_ids: list[int], part: KvPart) -> None:
         grant = path.target.grant
-        skipped = first - self._message.first_block
+        skipped = first - self._first_block
         if skipped + len(block_ids) > len(grant.offsets):
             raise ProtocolError("fewer blocks were granted than are to be written")
         move = BlockMove(
@@ -182,7 +215,7 @@ class KvSender:
             offsets=grant.offsets[skipped : skipped + len(block_ids)],
             peer_part=path.target.part,
             part=part,
-            deadline_s=self._message.work.deadline_s,
+            deadline_s=self._work.deadline_s,
         )
         begun_at_s = self._clock.now_s()
         if self._begun_at_s is None:

@@ -28,7 +28,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., lent: _Optional[_Iterable[_Union[Lent, _Mapping]]] = ...) -> None: ...
 
 class ConductorMessage(_message.Message):
-    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "lend", "serve", "wants_snapshot", "refused")
+    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "lend", "granted", "serve", "wants_snapshot", "refused")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class ConductorMessage(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEND_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
     SERVE_FIELD_NUMBER: _ClassVar[int]
     WANTS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -46,10 +47,11 @@ class ConductorMessage(_message.Message):
     release: _containers.RepeatedCompositeFieldContainer[Release]
     heartbeat: bool
     lend: _containers.RepeatedCompositeFieldContainer[Lend]
+    granted: _containers.RepeatedCompositeFieldContainer[Granted]
     serve: _containers.RepeatedCompositeFieldContainer[Serve]
     wants_snapshot: bool
     refused: str
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ..., wants_snapshot: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., granted: _Optional[_Iterable[_Union[Granted, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ..., wants_snapshot: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("node_id", "epoch", "roles", "model_id", "layout_id", "max_model_len", "num_blocks", "block_size", "peer", "protocol_version", "host", "weights", "weights_error", "kv_token_bytes", "max_batch")
@@ -336,26 +338,32 @@ class Serve(_message.Message):
     def __init__(self, roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays", "num_prompt_logprobs", "pooling")
+    __slots__ = ("work", "source", "stays", "num_prompt_logprobs", "pooling")
     WORK_FIELD_NUMBER: _ClassVar[int]
-    TARGET_FIELD_NUMBER: _ClassVar[int]
-    GRANT_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     work: Work
-    target: _transfer_pb2.PeerDescriptor
-    grant: _transfer_pb2.Grant
-    first_block: int
     source: Source
-    ranks: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.RankGrant]
     stays: bool
     num_prompt_logprobs: int
     pooling: str
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ..., stays: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ..., pooling: _Optional[str] = ...) -> None: ...
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., stays: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ..., pooling: _Optional[str] = ...) -> None: ...
+
+class Granted(_message.Message):
+    __slots__ = ("request_id", "first_block", "target", "grant", "ranks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    first_block: int
+    target: _transfer_pb2.PeerDescriptor
+    grant: _transfer_pb2.Grant
+    ranks: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.RankGrant]
+    def __init__(self, request_id: _Optional[str] = ..., first_block: _Optional[int] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts", "stays", "prompt_logprobs", "embedding")

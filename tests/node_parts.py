@@ -15,7 +15,7 @@ from base.block_hash import chain_root
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.kv_layout import KvPart, head_layout
-from base.messages import Work
+from base.messages import Granted, Prefill, Work
 from base.prompt_logprobs import PromptLogprobs
 from base.request import Pooling, SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
@@ -111,6 +111,12 @@ class LayeredRunner(StepRunner):
         if self.is_broken:
             raise RuntimeError("the device is on fire")
         self._counting.compute(plan, 1)
+
+
+def hand_over(role, asked, grant, peer, first_block=0, source=None):
+    """Have `role` compute a prompt and write it to `peer` under `grant`."""
+    role.prefill(Prefill(asked, source))
+    role.granted(Granted(asked.request_id, first_block, peer, grant))
 
 
 class Part:

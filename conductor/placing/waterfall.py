@@ -60,7 +60,6 @@ def waterfall(
     return [
         *parts,
         WaterfallPart("dispatched", placed.dispatch_s, dispatched_s),
-        WaterfallPart("reserved", None, went.reserved_s, beneath="dispatched"),
         WaterfallPart("queued", max(placed.queue_s, placed.fetch_s), went.queue_s),
         WaterfallPart("loaded", placed.fetch_s, went.load_s, beneath="queued"),
         WaterfallPart("prefilled", placed.prefill_s, went.compute_s),

@@ -1,12 +1,12 @@
 """The life of one request, from placement to last token. The only file that knows it whole.
 
-    place -> Reserve (decode node) -> Prefill (prefill node) -> Start (decode node) -> tokens
+    place -> Reserve (decode node) and Prefill (prefill node) -> Granted -> Start (decode node) -> tokens
 
 An `Attempt` owns everything the request holds on its two nodes: leaving its `with`, for
 whatever reason, releases it, and there is no second clean-up. KV arrival needs no message
 of its own: the prefill node answers only after its last write was acknowledged, so `Start`
-is sent when the KV is there. `Prefill` is sent in the turn of the event loop that brought
-`Reserved`, by who delivers it: the request's task need not wake for that.
+is sent when the KV is there. A prompt is computed while its blocks are set aside; where they are is sent
+to the prefill node in the turn of the event loop that brought `Reserved`: the request's task need not wake.
 
 A node that is lost costs the client nothing but time. The request is placed again, with
 its prompt and the tokens made so far as the new prompt; the random number of a position
@@ -35,7 +35,7 @@ from base.errors import (
 )
 from base.logs import event
 from base.messages import (
-    Failed,
+    Granted,
     Lend,
     Lent,
     Prefill,
@@ -224,8 +224,7 @@ class Dispatcher:
         if stays := prefill is decode:
             source = await self._lent(attempt, attempt.placed)
             pooling, scored = state.request.pooling, state.num_prompt_logprobs
-            message = Prefill(work, decode.info.peer, None, 0, source, stays=pooling is None)
-            decode.send(message._replace(num_prompt_logprobs=scored, pooling=pooling))
+            decode.send(Prefill(work, source, pooling is None, scored, pooling))
             prefilled = await state.mailbox.next(Prefilled)
         else:
             decode.send(
@@ -419,20 +418,16 @@ class Dispatcher:
         self, attempt: Attempt, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
     ) -> Prefilled:
         """Return what one node says of a prompt whose KV another one has by then."""
-        state = attempt.state
-        target = decode.info.peer
+        state, name, target = attempt.state, attempt.state.prefill_id, decode.info.peer
+        attempt.begin(prefill, name, state.mailbox)
+        mine = work._replace(request_id=name)
+        prefill.send(Prefill(mine, source, num_prompt_logprobs=state.num_prompt_logprobs))
 
         def send(reserved: Reserved) -> None:
             attempt.is_reserved = True
             state.reserved()
-            mine, first = work._replace(request_id=state.prefill_id), reserved.num_matched_blocks
-            try:
-                attempt.begin(prefill, mine.request_id, state.mailbox)
-            except LostError as error:
-                state.mailbox.put(Failed(mine.request_id, LostError.__name__, str(error)))
-            else:
-                message = Prefill(mine, target, reserved.grant, first, source, reserved.ranks)
-                prefill.send(message._replace(num_prompt_logprobs=state.num_prompt_logprobs))
+            first = reserved.num_matched_blocks
+            prefill.send(Granted(name, first, target, reserved.grant, reserved.ranks))
 
         state.mailbox.when_reserved(send)
         try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from base.block_hash import HASH_BYTES, BlockHash
 from base.errors import ServeError, StaleError
-from base.messages import Prefill, Prefilled, Reserve, Reserved, Work
+from base.messages import Granted, Prefill, Prefilled, Reserve, Reserved, Work
 from base.request import NodeId, RequestId, SamplingParams, StopParams
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import Mailbox, NodeSession
@@ -74,9 +74,9 @@ class LinkCheck:
             sent = RequestId(f"{work.request_id}.prefill")
             prefill.begin(sent, mailbox)
             held.callback(prefill.end, sent)
+            prefill.send(Prefill(work._replace(request_id=sent)))
             first, target = reserved.num_matched_blocks, decode.info.peer
-            mine = work._replace(request_id=sent)
-            prefill.send(Prefill(mine, target, reserved.grant, first, None, reserved.ranks))
+            prefill.send(Granted(sent, first, target, reserved.grant, reserved.ranks))
             prefilled = await mailbox.next(Prefilled)
         return len(prefilled.checksums)
 

@@ -13,6 +13,7 @@ from base.kv_layout import KvPart
 from base.messages import (
     ExpertLoad,
     Failed,
+    Granted,
     Heartbeat,
     KvEvents,
     Lend,
@@ -122,28 +123,16 @@ LOADS = st.none() | st.builds(
     *[st.floats(0, allow_infinity=False)] * 3,
     st.lists(st.floats(0, allow_infinity=False), min_size=1, max_size=4).map(tuple),
 )
-NONE, NO_RANKS = st.none(), st.just(())
+NONE = st.none()
 VECTORS = st.binary(min_size=1, max_size=4).map(lambda number: number * 4)
 
 
 @given(
     st.one_of(
         st.builds(Reserve, WORK),
-        st.builds(
-            Prefill,
-            WORK,
-            PEERS,
-            st.none() | GRANTS,
-            U32,
-            st.none() | SOURCES,
-            RANKS,
-            st.booleans(),
-            TOPS,
-            NONE,
-        ),
-        st.builds(
-            Prefill, WORK, PEERS, NONE, U32, NONE, NO_RANKS, st.just(False), TOPS, st.sampled_from(Pooling)
-        ),
+        st.builds(Prefill, WORK, st.none() | SOURCES, st.booleans(), TOPS, NONE),
+        st.builds(Prefill, WORK, NONE, st.just(False), TOPS, st.sampled_from(Pooling)),
+        st.builds(Granted, st.text(), U32, PEERS, st.none() | GRANTS, RANKS),
         st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS, U32),
         st.builds(Start, st.text(), U32, SUMS, PARTS),
         st.builds(Release, st.text()),

@@ -17,7 +17,7 @@ PROMPT = tuple(range(100))
 def prompt_of(name, source=None):
     asked = SamplingParams(), StopParams(max_tokens=1)
     work = Work(RequestId(name), PROMPT, len(PROMPT), ROOT, *asked, None, 0, 60.0)
-    return Prefill(work, PeerDescriptor("decode-0", 1, ()), None, 0, source)
+    return Prefill(work, source)
 
 
 async def test_a_prefix_is_lent_as_far_as_it_is_there_and_loaded():

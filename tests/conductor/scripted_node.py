@@ -5,6 +5,7 @@ from __future__ import annotations
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.messages import (
     Failed,
+    Granted,
     Heartbeat,
     KvEvents,
     NodeInfo,
@@ -50,6 +51,7 @@ class ScriptedWork:
         self.received = []
         self.num_lost = 0
         self.done = set()
+        self.asked = {}
         self.snapshot = ()
         self._answer = answer_tokens
         self._silent_on = silent_on
@@ -74,8 +76,10 @@ class ScriptedWork:
             case Reserve(work):
                 return [Reserved(work.request_id, 0, GRANT)]
             case Prefill(work) if not item.stays:
-                self.done.add(work.request_id)
-                return [self.prefilled(work)]
+                self.asked[work.request_id] = item
+            case Granted(request_id) if request_id in self.asked:
+                self.done.add(request_id)
+                return [self.prefilled(self.asked[request_id].work)]
             case Prefill(work):
                 rest = [] if self._silent_on is Tokens else self._tokens(work.request_id)
                 return [self.prefilled(work, stays=True), *rest]

@@ -52,7 +52,7 @@ class AskedNode:
             priority=0,
             deadline_s=PATIENCE_S,
         )
-        self.role.prefill(Prefill(work, self.agent.descriptor, None, 0, source, stays=True))
+        self.role.prefill(Prefill(work, source, stays=True))
         tokens, num_cached = [], 0
         async with asyncio.timeout(PATIENCE_S):
             while len(tokens) < max_tokens:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base.errors import TransferFailedError
-from base.messages import Failed, Prefill, Prefilled, PrefillTimes, Release, Reserve, Start, Tokens
+from base.messages import Failed, Granted, Prefill, Prefilled, PrefillTimes, Release, Reserve, Start, Tokens
 from base.metrics import NodeMetrics, process_registry, samples_of
 from base.metrics import exposition as text_of
 from base.request import FinishReason, SampledToken
@@ -26,7 +26,11 @@ def traced(name="r", parent="client"):
 
 
 def prefill(name="r", parent="client"):
-    return Prefill(traced(name, parent), PEER, GRANT, 0)
+    return Prefill(traced(name, parent))
+
+
+def to_write(name="r"):
+    return Granted(name, 0, PEER, GRANT)
 
 
 def prefilled(name="r"):
@@ -37,6 +41,7 @@ def test_a_prefill_is_a_span_with_its_parts_below_it():
     tracer = RecordedTracer()
     spans = WorkSpans(tracer)
     spans.received([prefill()])
+    spans.received([to_write()])
     assert spans.below(GRANT) == tracer.one("prefill").traceparent
     spans.sent(prefilled())
     spans.received([Release("r")])
@@ -121,7 +126,7 @@ async def test_a_transfer_is_counted_and_is_a_span_of_its_prefill(error):
     stub.error = error
     observers = [TransferMetrics(NodeMetrics(registry)), TransferSpans(spans.below, tracer)]
     router = Router([stub], clock, observers=observers)
-    spans.received([prefill()])
+    spans.received([prefill(), to_write()])
     for _ in range(2):
         if error is None:
             await router.move(PEER, GRANT, PIECES, Priority.FOREGROUND)

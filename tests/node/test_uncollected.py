@@ -11,12 +11,12 @@ import pytest
 from base.clock import SystemClock
 from base.errors import ChecksumError
 from base.grants import Operation
-from base.messages import Failed, Prefill, Prefilled, Reserve, Reserved, Start
+from base.messages import Failed, Prefilled, Reserve, Reserved, Start
 from decode_node.role import DecodeRole
 from engine.sequence import Sequence
 from prefill_node.role import PrefillRole
 from tests.decode_node.test_role import ShardInOrder, finished, write_kv
-from tests.node_parts import LAYOUT, LayeredRunner, parts, work
+from tests.node_parts import LAYOUT, LayeredRunner, hand_over, parts, work
 from tests.prefill_node.test_prefix_loader import WaitingRunner
 from tests.uncollected import uncollected
 from transfer.shard import NodeKv
@@ -26,7 +26,7 @@ def ask(prefill, decode, **fields):
     """Ask for a prompt of ten chunks; return the grant to write it."""
     offsets = [LAYOUT.offset(block) for block in range(10)]
     grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
-    prefill.role.prefill(Prefill(work(num_tokens=150, **fields), decode.agent.descriptor, grant, 0))
+    hand_over(prefill.role, work(num_tokens=150, **fields), grant, decode.agent.descriptor)
     return grant
 
 

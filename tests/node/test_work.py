@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from base.grants import PeerDescriptor
 from base.messages import ExpertLoad, Prefill, Serve
 from base.request import Role
 from node.work import ConductorWork, Control, KvNews, SharedState
@@ -104,8 +103,7 @@ async def test_a_heartbeat_says_what_the_last_step_was_made_of():
         told = ConductorWork(state, lambda: None, part.role, other, other)
         beats = []
         part.loop.on_step(lambda plan, seconds, ended_at_s: beats.append(told.heartbeat()))
-        peer = PeerDescriptor("node", 1, ())
-        part.role.prefill(Prefill(work(33, max_tokens=4), peer, None, 0, None, stays=True))
+        part.role.prefill(Prefill(work(33, max_tokens=4), stays=True))
         await part.role.tasks.idle()
         last = told.heartbeat()
     steps = [(beat.num_step_rows, beat.num_step_prompt_tokens) for beat in beats]

@@ -19,7 +19,7 @@ async def node():
 async def embedded(node, pooling, name):
     node.sent.clear()
     asked = work(num_tokens=40, name=name)
-    node.role.prefill(Prefill(asked, node.agent.descriptor, None, 0, pooling=pooling))
+    node.role.prefill(Prefill(asked, pooling=pooling))
     answer = await node.said(Prefilled)
     await node.role.tasks.idle()
     node.check_nothing_is_held()
@@ -38,7 +38,7 @@ async def test_its_vector_is_of_the_tokens_that_its_pooling_names_whatever_is_ca
 async def test_a_step_that_fails_fails_it_and_holds_nothing(node):
     node.runner.broken = True
     asked = work(num_tokens=40)
-    node.role.prefill(Prefill(asked, node.agent.descriptor, None, 0, pooling=Pooling.LAST))
+    node.role.prefill(Prefill(asked, pooling=Pooling.LAST))
     assert (await node.said(Failed)).reason == "LostError"
     await node.role.tasks.idle()
     node.check_nothing_is_held()

@@ -10,7 +10,7 @@ import pytest
 from base.block_hash import hash_chain
 from base.clock import SystemClock
 from base.grants import Operation
-from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
+from base.messages import Failed, Lend, Lent, Prefilled, Source
 from decode_node.role import DecodeRole
 from engine.block_sums import block_sums
 from engine.step import arrivals_of
@@ -25,7 +25,7 @@ from node.own_cache import Lender, SegmentCache
 from prefill_node.role import PrefillRole
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from tests.manual_clock import ManualClock
-from tests.node_parts import LAYOUT, ROOT, CountingRunner, parts, work
+from tests.node_parts import LAYOUT, ROOT, CountingRunner, hand_over, parts, work
 
 CHAIN = hash_chain(range(100, 180), 16, ROOT)
 
@@ -225,7 +225,7 @@ async def test_a_request_that_ends_while_its_prefix_comes_leaves_nothing():
                 asked = work(num_tokens=80, name=f"r{num_turns}")
                 offsets = [LAYOUT.offset(block) for block in range(5)]
                 grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
-                warm.role.prefill(Prefill(asked, decode.agent.descriptor, grant, 0, None))
+                hand_over(warm.role, asked, grant, decode.agent.descriptor)
                 for _ in range(num_turns):
                     await asyncio.sleep(0)
                 warm.role.tasks.end(asked.request_id)
@@ -241,7 +241,7 @@ async def prefilled(part, decode, asked, source=None):
     num_blocks = LAYOUT.num_blocks(len(asked.token_ids))
     offsets = [LAYOUT.offset(block) for block in range(num_blocks)]
     grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
-    part.role.prefill(Prefill(asked, decode.agent.descriptor, grant, 0, source))
+    hand_over(part.role, asked, grant, decode.agent.descriptor, source=source)
     answer = await part.said(Prefilled)
     await part.role.tasks.idle()
     await decode.agent.revoke(grant)

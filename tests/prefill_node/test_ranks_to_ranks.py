@@ -7,9 +7,9 @@ import torch
 
 from base.clock import SystemClock
 from base.errors import ChecksumError
-from base.messages import Prefill, Start
+from base.messages import Granted, Start
 from decode_node.reservation import require_intact, reserved
-from prefill_node.sender import KvSender
+from prefill_node.sender import Destination, KvSender
 from tests.node_parts import work
 from tests.rank_caches import GROUPS, RankedNode, random_blocks
 
@@ -29,8 +29,10 @@ async def test_every_rank_gets_its_part_of_every_block(source, target):
         async with reserved(decode.pool, decode.kv, asked) as reservation:
             told = reservation.answer(asked.request_id)
             assert (told.grant is None) == (len(decode.parts) > 1)
-            message = Prefill(asked, decode.agents[0].descriptor, told.grant, 0, None, told.ranks)
-            sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())
+            destination = Destination()
+            where = Granted(asked.request_id, 0, decode.agents[0].descriptor, told.grant, told.ranks)
+            destination.granted(where)
+            sender = KvSender(prefill.kv, prefill.pool, asked, destination, SystemClock())
             async with asyncio.TaskGroup() as writes:
                 sender.send_finished(writes.create_task, computed, 40)
             start = Start(asked.request_id, 1, sender.checksums, sender.parts)

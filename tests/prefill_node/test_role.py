@@ -11,14 +11,14 @@ from base.checksum import checksum
 from base.clock import SystemClock
 from base.errors import LostError
 from base.grants import Operation
-from base.messages import Failed, Prefill, Prefilled
+from base.messages import Failed, Granted, Prefill, Prefilled
 from base.request import FinishReason
 from decode_node.role import DecodeRole
 from engine.step import LaunchedChunk, LayerGroup, StepEntry
 from prefill_node.role import PrefillRole
-from prefill_node.sender import KvSender, PrefillObserver
+from prefill_node.sender import Destination, KvSender, PrefillObserver
 from tests.engine.builders import make_sequence
-from tests.node_parts import LAYOUT, ROOT, LayeredRunner, parts, work
+from tests.node_parts import LAYOUT, ROOT, LayeredRunner, hand_over, parts, work
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def granted(decode, num_blocks, first=0):
 
 
 def ask(prefill, decode, asked, grant, first_block=0):
-    prefill.role.prefill(Prefill(asked, decode.agent.descriptor, grant, first_block))
+    hand_over(prefill.role, asked, grant, decode.agent.descriptor, first_block)
 
 
 async def finished(part):
@@ -63,6 +63,60 @@ async def test_every_block_arrives_with_its_checksum_and_the_first_token_follows
     ]
     await finished(prefill)
     assert prefill.pool.num_held == 0
+
+
+async def computed(part, asked):
+    """Wait until all of a prompt's blocks can be matched."""
+    chain = hash_chain(asked.token_ids, 16, ROOT)
+    async with asyncio.timeout(60):
+        while chain[-1] not in part.pool:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("first_block", [0, 2, 3])
+async def test_a_prompt_is_computed_before_its_blocks_are_granted_and_written_then(both, first_block):
+    prefill, decode = both
+    asked = work(num_tokens=40)
+    prefill.role.prefill(Prefill(asked))
+    await computed(prefill, asked)
+    assert prefill.sent == []
+    assert not decode.cache.heads()[9:].any()
+    grant = granted(decode, 3, first_block) if first_block < 3 else None
+    prefill.role.granted(Granted(asked.request_id, first_block, decode.agent.descriptor, grant))
+    answer = await prefill.said(Prefilled)
+    offsets = grant.offsets if grant else ()
+    assert [checksum(content(decode, offset)) for offset in offsets] == list(answer.checksums)
+    assert len(answer.checksums) == 3 - first_block
+    await finished(prefill)
+    assert prefill.pool.num_held == 0
+
+
+async def test_a_prompt_that_ends_before_its_blocks_are_granted_holds_nothing(both):
+    prefill, decode = both
+    asked = work(num_tokens=40)
+    prefill.role.prefill(Prefill(asked))
+    await computed(prefill, asked)
+    prefill.role.tasks.end(asked.request_id)
+    await finished(prefill)
+    prefill.role.granted(Granted(asked.request_id, 0, decode.agent.descriptor, granted(decode, 3)))
+    assert prefill.sent == []
+    assert prefill.pool.num_held == 0
+    ask(prefill, decode, asked, granted(decode, 3))
+    assert len((await prefill.said(Prefilled)).checksums) == 3
+
+
+async def test_blocks_that_nobody_grants_are_waited_for_until_the_deadline(both):
+    prefill, _ = both
+    prefill.role.prefill(Prefill(work(num_tokens=40)._replace(deadline_s=0.05)))
+    assert (await prefill.said(Failed)).reason == "DeadlineError"
+    await finished(prefill)
+    assert prefill.pool.num_held == 0
+
+
+async def test_blocks_to_write_without_a_grant_fail_the_prompt(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=40), None)
+    assert (await prefill.said(Failed)).reason == "ProtocolError"
 
 
 async def test_a_prefix_computed_before_is_matched_and_still_written(both):
@@ -152,8 +206,8 @@ async def test_a_prompts_logprobs_come_whole_though_it_is_cached(both):
     for name, first_block in (("one", 0), ("two", 2)):
         prefill.sent.clear()
         grant = granted(decode, 3, first_block)
-        asked = Prefill(work(num_tokens=40, name=name), decode.agent.descriptor, grant, first_block)
-        prefill.role.prefill(asked._replace(num_prompt_logprobs=0))
+        prefill.role.prefill(Prefill(work(num_tokens=40, name=name), num_prompt_logprobs=0))
+        prefill.role.granted(Granted(name, first_block, decode.agent.descriptor, grant))
         answer = await prefill.said(Prefilled)
         assert array("f", answer.prompt_logprobs.logprobs).tolist() == [float(at) for at in range(39)]
         assert answer.num_cached_tokens == 0
@@ -280,8 +334,9 @@ def sending(both, num_blocks, observers=()):
     """Return a sender of so many blocks and its grant."""
     prefill, decode = both
     grant = granted(decode, num_blocks)
-    message = Prefill(work(num_tokens=16 * num_blocks), decode.agent.descriptor, grant, 0)
-    return KvSender(prefill.kv, prefill.pool, message, SystemClock(), observers), grant
+    asked, destination = work(num_tokens=16 * num_blocks), Destination()
+    destination.granted(Granted(asked.request_id, 0, decode.agent.descriptor, grant))
+    return KvSender(prefill.kv, prefill.pool, asked, destination, SystemClock(), observers), grant
 
 
 class Written(PrefillObserver):

@@ -17,7 +17,7 @@ async def node():
 
 
 def ask(node, asked):
-    node.role.prefill(Prefill(asked, node.agent.descriptor, None, 0, stays=True))
+    node.role.prefill(Prefill(asked, stays=True))
 
 
 async def finished(node):
@@ -45,7 +45,7 @@ async def test_the_first_token_is_told_and_the_others_follow_it(node):
 
 
 async def test_its_prompts_logprobs_come_with_the_first_token(node):
-    asked = Prefill(work(num_tokens=40, max_tokens=5), node.agent.descriptor, None, 0, stays=True)
+    asked = Prefill(work(num_tokens=40, max_tokens=5), stays=True)
     node.role.prefill(asked._replace(num_prompt_logprobs=0))
     await finished(node)
     assert len(node.sent[0].prompt_logprobs.logprobs) == 39 * 4

@@ -2,7 +2,7 @@
 
 from contextlib import aclosing
 
-from base.messages import Failed, Prefill, Reserve, Start
+from base.messages import Failed, Granted, Prefill, Reserve, Start
 from base.request import FinishReason, Role
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import decide_again
@@ -21,8 +21,8 @@ class CannotWrite(ScriptedWork):
         self._peer = peer
 
     def _answers(self, item):
-        if isinstance(item, Prefill) and item.target.node_id == self._peer:
-            return [Failed(item.work.request_id, "TransferFailedError", "no such peer")]
+        if isinstance(item, Granted) and item.target.node_id == self._peer:
+            return [Failed(item.request_id, "TransferFailedError", "no such peer")]
         return super()._answers(item)
 
 

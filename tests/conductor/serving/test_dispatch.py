@@ -15,7 +15,7 @@ from base.errors import (
     SloUnreachableError,
     UnavailableError,
 )
-from base.messages import Failed, Prefill, Reserve, Reserved, Start, Tokens
+from base.messages import Failed, Granted, Prefill, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason, Role, SampledToken, Slo
 from conductor.placing.decisions import decide_again
 from conductor.placing.placement import RejectReason
@@ -31,7 +31,7 @@ async def test_tokens_come_from_prefill_and_decode_in_order():
         await running.attach(decode, node_id="d", roles=[Role.DECODE])
         assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
         await until(lambda: not prefill.held() and not decode.held())
-        assert [type(item) for item in prefill.received] == [Prefill]
+        assert [type(item) for item in prefill.received] == [Prefill, Granted]
         assert [type(item) for item in decode.received] == [Reserve, Start]
         assert running.view.num_in_flight == 0
 
@@ -44,7 +44,7 @@ async def test_the_nodes_of_a_prompt_take_turns_in_keeping_it():
         for _ in range(8):
             await answer(running.dispatcher, request())
         reserves = [item for item in decode.received if isinstance(item, Reserve)]
-        first = [item.work.evict_first for item in prefill.received]
+        first = [item.work.evict_first for item in prefill.received if isinstance(item, Prefill)]
         assert len(first) == 8
         assert set(first) == {True, False}
         assert [item.work.evict_first for item in reserves] == [not there for there in first]
@@ -57,7 +57,7 @@ async def test_a_sequence_stays_on_the_node_that_is_to_do_both():
         assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
         await until(lambda: not both.held())
         (prefill,) = both.received
-        assert (prefill.stays, prefill.grant, prefill.ranks) == (True, None, ())
+        assert prefill.stays
         assert not prefill.work.evict_first
         assert running.view.num_in_flight == 0
 
@@ -104,8 +104,9 @@ async def test_the_reservation_is_what_the_prefill_node_is_told_to_write():
         await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
         await running.attach(decode, node_id="d", roles=[Role.DECODE])
         await answer(running.dispatcher, request())
-        (told,) = prefill.received
-        assert (told.grant.generation, told.target.node_id, told.first_block) == (2, "d", 0)
+        asked, granted = prefill.received
+        assert granted.request_id == asked.work.request_id
+        assert (granted.grant.generation, granted.target.node_id, granted.first_block) == (2, "d", 0)
         started = next(item for item in decode.received if isinstance(item, Start))
         assert (started.first_token_id, started.checksums) == (11, (1, 2))
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from base.errors import UnavailableError
-from base.messages import Prefill, Prefilled, Release, Reserve
+from base.messages import Granted, Prefill, Prefilled, Release, Reserve
 from base.request import FinishReason, Pooling, Role
 from conductor.placing.decisions import decide_again
 from tests.conductor.dispatching import conductor, request, until
@@ -40,7 +40,8 @@ async def test_a_vector_needs_no_decode_node_and_reserves_nothing():
         assert part.num_cached_tokens == 4
         assert not any(isinstance(item, Reserve) for item in work.received)
         (asked,) = [item for item in work.received if isinstance(item, Prefill)]
-        assert (asked.pooling, asked.stays, asked.grant) == (Pooling.LAST, False, None)
+        assert (asked.pooling, asked.stays) == (Pooling.LAST, False)
+        assert not any(isinstance(item, Granted) for item in work.received)
         node = running.view.node("p")
         assert (node.num_queued, node.decode_sequences, node.peak_tokens, running.view.num_in_flight) == (
             0,

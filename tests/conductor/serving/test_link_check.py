@@ -2,7 +2,7 @@
 
 import random
 
-from base.messages import Prefill, Release, Reserve
+from base.messages import Granted, Prefill, Release, Reserve
 from base.request import Role
 from conductor.serving.link_check import LinkCheck
 from tests.conductor.dispatching import conductor, until
@@ -22,9 +22,9 @@ async def test_a_prompt_goes_from_the_one_to_the_other_and_is_let_go_of():
     prefill, decode = ScriptedWork(), ScriptedWork()
     assert await measured(prefill, decode) == {"blocks": 2, "problem": ""}
     assert [type(item) for item in decode.received] == [Reserve, Release]
-    assert [type(item) for item in prefill.received] == [Prefill]
-    [prompt] = prefill.received
-    assert prompt.target.node_id == "d"
+    assert [type(item) for item in prefill.received] == [Prefill, Granted]
+    prompt, granted = prefill.received
+    assert (granted.request_id, granted.target.node_id) == (prompt.work.request_id, "d")
     assert prompt.work.chain_root == decode.received[0].work.chain_root
 
 
@@ -46,5 +46,5 @@ async def test_two_checks_hang_on_roots_that_nothing_shares():
         check = LinkCheck(running.membership, random.Random(1))
         for _ in range(2):
             assert await check.measure("p,d")
-        first, second = (item.work.chain_root for item in prefill.received)
+        first, second = (item.work.chain_root for item in prefill.received if isinstance(item, Prefill))
         assert first != second

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from base.messages import Prefill, Prefilled
+from base.messages import Granted, Prefill, Prefilled
 from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason
 from tests.conductor.dispatching import STAGES, Stuck, conductor, request, until
@@ -19,7 +19,8 @@ class Scoring(ScriptedWork):
 
     def _answers(self, item):
         answers = super()._answers(item)
-        asked = isinstance(item, Prefill) and item.num_prompt_logprobs is not None
+        prefill = self.asked.get(item.request_id) if isinstance(item, Granted) else item
+        asked = isinstance(prefill, Prefill) and prefill.num_prompt_logprobs is not None
         return [
             each._replace(prompt_logprobs=SCORED) if asked and isinstance(each, Prefilled) else each
             for each in answers

@@ -1,0 +1,27 @@
+"""A prompt is computed while the blocks that it is written to are set aside."""
+
+import asyncio
+
+import pytest
+
+from base.errors import CapacityError
+from base.messages import Failed, Prefill, Release, Reserve
+from base.request import Role
+from tests.conductor.dispatching import answer, conductor, request, until
+from tests.conductor.scripted_node import ScriptedWork
+
+
+async def test_a_prompt_begins_before_its_blocks_are_set_aside_and_ends_where_they_are_refused():
+    async with conductor() as running:
+        prefill, decode = ScriptedWork(), ScriptedWork(silent_on=Reserve)
+        await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
+        await running.attach(decode, node_id="d", roles=[Role.DECODE])
+        asking = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: prefill.received and decode.received)
+        assert [type(item) for item in prefill.received] == [Prefill]
+        decode.send(Failed(decode.received[0].work.request_id, "CapacityError", "full"))
+        with pytest.raises(CapacityError):
+            await asking
+        await until(lambda: not prefill.held())
+        assert [type(item) for item in prefill.received] == [Prefill, Release]
+        assert running.view.num_in_flight == 0
