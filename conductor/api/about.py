@@ -46,8 +46,12 @@ def metrics(backend: Backend) -> Response:
 
 
 def show_version(backend: Backend) -> dict[str, str]:
+    return {"version": server_version()}
+
+
+def server_version() -> str:
+    """Return the version of what is installed; of a source tree that was not, what says so."""
     try:
-        return {"version": version("conductor-cluster")}
+        return version("conductor-cluster")
     except PackageNotFoundError:
-        # Run from a source tree that was not installed.
-        return {"version": "0+unknown"}
+        return "0+unknown"

@@ -15,7 +15,6 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import grpc
@@ -25,6 +24,7 @@ from base.message_bounds import parsed
 from base.off_loop import on_body
 from base.request import SAMPLING_FIELDS, FinishReason, Slo
 from base.rpc import Service
+from conductor.api.about import server_version
 from conductor.api.access import Authorizer, metadata
 from conductor.api.completion import Completions
 from conductor.api.headers import Caller
@@ -87,7 +87,7 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
 
     async def ServerMetadata(self, data: bytes, context: _Context) -> pb.ServerMetadataResponse:  # type: ignore[override]  # noqa: N802
         await _read(data, pb.ServerMetadataRequest)
-        return pb.ServerMetadataResponse(name="conductor", version=version("conductor-cluster"))
+        return pb.ServerMetadataResponse(name="conductor", version=server_version())
 
     async def ModelMetadata(self, data: bytes, context: _Context) -> pb.ModelMetadataResponse:  # type: ignore[override]  # noqa: N802
         asked = await _read(data, pb.ModelMetadataRequest)

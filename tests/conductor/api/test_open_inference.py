@@ -1,5 +1,6 @@
 """The Open Inference Protocol, by the generated stub against a real server."""
 
+import importlib.metadata
 from contextlib import asynccontextmanager
 
 import grpc
@@ -90,6 +91,15 @@ async def test_the_server_and_its_model_are_described(model):
         described = await stub.ModelMetadata(pb.ModelMetadataRequest(name=MODEL))
     assert [(tensor.name, tensor.datatype) for tensor in described.inputs] == [("text_input", "BYTES")]
     assert [tensor.name for tensor in described.outputs] == ["text_output", "finish_reason"]
+
+
+async def test_a_server_that_is_not_installed_says_so_as_its_version(model, monkeypatch):
+    def distribution(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
+    async with calling(model) as (stub, _api):
+        assert (await stub.ServerMetadata(pb.ServerMetadataRequest())).version == "0+unknown"
 
 
 BAD = {
