@@ -42,7 +42,7 @@ from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm, HttpError, htt
 from conductor.api.openai_schema import read_long_body
 from conductor.api.options import check_request_id
 from conductor.api.responses.held import HeldResponses
-from conductor.api.routes import ROUTES, HttpRoute, routes_at
+from conductor.api.routes import ROUTES, HttpRoute, errors_at, routes_at
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class HttpApi:
                     return
         except ServeError as error:
             # The gate's: what a route raises is answered where it is called.
-            response = _refusal(error, gated.errors if gated else OPENAI_ERRORS)
+            response = _refusal(error, errors_at(scope["path"]))
         await response(scope, receive, send)
 
     async def _read(self, route: HttpRoute, name: str, scope: Scope) -> Response:
@@ -149,24 +149,23 @@ def _not_served(scope: Scope, at_path: Mapping[str, HttpRoute]) -> Response:
     path = scope["path"]
     if at_path:
         allowed = ", ".join("GET, HEAD" if method == "GET" else method for method in at_path)
-        return _error(_unknown(scope, 405, "Method Not Allowed"), allow=allowed)
+        return _unknown(scope, 405, "Method Not Allowed", allow=allowed)
     if path.endswith("/") and routes_at(path.rstrip("/"))[0]:
         query = scope["query_string"].decode("latin-1")
         return RedirectResponse(path.rstrip("/") + (f"?{query}" if query else ""))
-    return _error(_unknown(scope, 404, "Not Found"))
+    return _unknown(scope, 404, "Not Found")
 
 
-def _unknown(scope: Scope, status: int, reason: str) -> HttpError:
-    return HttpError(status, "invalid_request_error", None, f"{scope['method']} {scope['path']}: {reason}")
+def _unknown(scope: Scope, status: int, reason: str, **headers: str) -> Response:
+    said = f"{scope['method']} {scope['path']}: {reason}"
+    return _error(HttpError(status, "invalid_request_error", None, said), errors_at(scope["path"]), **headers)
 
 
-def _error(error: HttpError, **headers: str) -> Response:
-    return Response(error.body, status_code=error.status, headers={**error.headers, **headers})
+def _error(error: HttpError, errors: ErrorForm = OPENAI_ERRORS, **headers: str) -> Response:
+    return Response(errors.body(error, ""), status_code=error.status, headers={**error.headers, **headers})
 
 
 def _refusal(refused: ServeError, errors: ErrorForm) -> Response:
     # The body was not read, so nothing can follow it on this connection.
     challenge = {"www-authenticate": "Bearer"} if isinstance(refused, UnauthenticatedError) else {}
-    error = http_error(refused)
-    headers = {**error.headers, "connection": "close", **challenge}
-    return Response(errors.body(error, ""), status_code=error.status, headers=headers)
+    return _error(http_error(refused), errors, connection="close", **challenge)

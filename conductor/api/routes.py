@@ -176,6 +176,11 @@ def routes_at(path: str) -> tuple[Mapping[str, HttpRoute], str]:
     return {}, ""
 
 
+def errors_at(path: str) -> ErrorForm:
+    """Return how errors are worded at `path`: below a path of an API as there."""
+    return next((route.errors for route in ROUTES if f"{path}/".startswith(f"{route.path}/")), OPENAI_ERRORS)
+
+
 def openapi() -> dict[str, Any]:
     """Return the HTTP API as OpenAPI 3.1."""
     schemas: dict[str, Any] = {}

@@ -364,3 +364,27 @@ async def test_hostile_bodies_are_refused_by_field(plain):
             assert (answer.status_code, error["type"]) == (400, "error"), what
             assert field is None or field in error["error"]["message"], (what, error)
         assert api.dispatcher.requests == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("GET", "/v1/messages/batches/b1", 404, "not_found_error"),
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("DELETE", "/v1/messages/count_tokens", 405, "invalid_request_error"),
+    ],
+)
+async def test_what_is_not_served_below_messages_is_an_error_of_the_same_form(
+    plain, method, path, status, kind
+):
+    async with (
+        serving(plain, lambda request: []) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+    ):
+        answer = await client.request(method, path)
+        elsewhere = await client.request(method, "/v1/messages-and-more")
+    error = answer.json()
+    assert (answer.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
+    assert "type" not in elsewhere.json()
+    assert ("allow" in answer.headers) == (status == 405)
