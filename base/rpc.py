@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -64,7 +66,7 @@ one of the greatest length."""
 WRITE_TIMEOUT_S = 60.0
 """Limit for a client to take what is written to it, while its call holds all that it holds."""
 MAX_WATCHES = 256
-"""Calls of health's Watch in progress, of all clients: each takes 25 kB."""
+"""Streams in progress of each of gRPC's own methods, of all clients: each takes 25 kB."""
 SHARE_OF_DESCRIPTORS = 0.2
 """Share of the process's descriptors for connections to this server; other listeners have the rest."""
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -98,7 +100,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._is_serving = is_serving
         self._service_names = {"", *service_names}
         self._changed = asyncio.Event()
-        self._num_watches = 0
 
     def refresh(self) -> None:
         """Notify who watches: `is_serving` may have changed."""
@@ -115,21 +116,14 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        if self._num_watches >= MAX_WATCHES:
-            # No key is asked for health, so what anybody may hold is bounded.
-            raise RejectedError(f"health is watched {MAX_WATCHES} times already; Check asks once")
-        self._num_watches += 1
-        try:
-            sent = None
-            while True:
-                changed = self._changed
-                answer = self._answer(request.service)
-                if answer != sent:
-                    sent = answer
-                    yield answer
-                await changed.wait()
-        finally:
-            self._num_watches -= 1
+        sent = None
+        while True:
+            changed = self._changed
+            answer = self._answer(request.service)
+            if answer != sent:
+                sent = answer
+                yield answer
+            await changed.wait()
 
     def _answer(self, service: str) -> health_pb2.HealthCheckResponse:
         states = health_pb2.HealthCheckResponse
@@ -155,6 +149,19 @@ Admit: TypeAlias = Callable[[str, Context], AbstractContextManager[object]]
 
 def admit_all(method: str, context: Context) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+@contextmanager
+def _admit_few(admit: Admit, held: Counter[str], method: str, context: Context) -> Iterator[None]:
+    """Admit as `admit` does, `MAX_WATCHES` at once: a client may hold its call for ever."""
+    with admit(method, context):
+        if held[method] >= MAX_WATCHES:
+            raise RejectedError(f"{method} has {MAX_WATCHES} calls in progress already")
+        held[method] += 1
+        try:
+            yield
+        finally:
+            held[method] -= 1
 
 
 async def start_server(
@@ -321,11 +328,12 @@ class _Border(grpc.GenericRpcHandler):
         }
         make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
         reads_stream = handler.request_streaming
+        is_held = handler.response_streaming and method.split("/")[1] not in self._services
         # What grpc itself cannot parse it calls UNKNOWN, and it parses on the event loop.
         bordered = _bordered(
             behaviour,
             method,
-            self._admit,
+            partial(_admit_few, self._admit, Counter()) if is_held else self._admit,
             handler.response_streaming,
             None if reads_stream else self._slow,
             None if reads_stream else parse,

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from base import rpc
@@ -135,6 +136,27 @@ async def test_health_is_watched_by_so_many_at_once_and_no_more():
         watches[0].cancel()
         # The server forgets it a little later; the place is free then.
         while (await (again := stub.Watch(health_pb2.HealthCheckRequest())).read()) is grpc.aio.EOF:
+            assert await again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_so_many_reflect_at_once_and_no_more():
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+
+    async def held():
+        yield ask
+        await asyncio.Event().wait()
+
+    async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        calls = [stub.ServerReflectionInfo(held(), timeout=60) for _ in range(MAX_WATCHES)]
+        for call in calls:
+            assert (await call.read()).list_services_response.service
+        refused = stub.ServerReflectionInfo(held(), timeout=60)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Watch(health_pb2.HealthCheckRequest(), timeout=60).read()).status
+        calls[0].cancel()
+        while (await (again := stub.ServerReflectionInfo(held(), timeout=60)).read()) is grpc.aio.EOF:
             assert await again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
