@@ -5,6 +5,8 @@
 Anybody may open connections and say nothing. Each holds a descriptor, and a process that has none left
 serves nobody, so a listener has a part of them, and a new connection gets its place from the oldest idle one.
 Where TLS is spoken a connection counts from the first packet on, not from the end of its handshake.
+Handshakes begin when their peers have spoken, a few in each turn of the event loop: 800 at once held it for
+0.3 s.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Protocol
 
 from base.clock import SystemClock
 from base.seldom import Seldom
+from base.turns import TurnBudget
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,9 @@ MAX_CONNECTIONS = 8192
 """Connections of one listener at most, where the process may have so many descriptors."""
 ACCEPT_PAUSE_S = 0.1
 """Pause after descriptors ran out and no connection could be accepted."""
+ACCEPT_UNITS = 20
+HANDSHAKE_UNITS = 200
+"""Shares of a turn's `TURN_UNITS`: a key of 4,096 bits signs for 10 times as long as a curve's."""
 
 
 def num_allowed(share: float) -> int:
@@ -41,17 +47,6 @@ class Connection(Protocol):
     """A connection that can be ended: a transport, or a handshake under way."""
 
     def abort(self) -> None: ...
-
-
-class _Handshake:
-    """A socket whose TLS handshake is under way."""
-
-    def __init__(self, accepted: socket.socket) -> None:
-        self.socket = accepted
-
-    def abort(self) -> None:
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class OpenConnections:
@@ -93,6 +88,29 @@ class OpenConnections:
         self._busy.discard(connection)
 
 
+class _Handshake(asyncio.Protocol):
+    """A socket whose TLS handshake is under way; at its end the connection gets `make`'s protocol."""
+
+    def __init__(
+        self, accepted: socket.socket, make: Callable[[], asyncio.Protocol], arrivals: OpenConnections
+    ) -> None:
+        self.socket = accepted
+        self.has_ended = False
+        self._make = make
+        self._arrivals = arrivals
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.has_ended = True
+        self._arrivals.gone(self)  # what is made takes the place
+        protocol = self._make()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+
+
 class TlsListener:
     """Takes connections from a listening socket, and makes `make`'s protocol of each whose handshake ended.
 
@@ -116,6 +134,7 @@ class TlsListener:
         self._secured = secured
         self._arrivals = arrivals
         listener.setblocking(False)
+        self._turns = TurnBudget()
         self._shaking: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
@@ -138,23 +157,40 @@ class TlsListener:
                 self._arrivals.seldom.event("nobody accepted", "", reason=error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            shaking = loop.create_task(self._shake_hands(_Handshake(accepted), peer))
+            handshake = _Handshake(accepted, self._make, self._arrivals)
+            shaking = loop.create_task(self._shake_hands(handshake, peer))
             self._shaking.add(shaking)
             shaking.add_done_callback(self._shaking.discard)
+            await self._turn(ACCEPT_UNITS)
 
     async def _shake_hands(self, handshake: _Handshake, peer: str) -> None:
         self._arrivals.came(handshake)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                self._make,
-                handshake.socket,
-                ssl=self._secured(),
-                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-            )
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await _spoken(handshake.socket)
+                await self._turn(HANDSHAKE_UNITS)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: handshake, handshake.socket, ssl=self._secured()
+                )
         except OSError as error:
             if isinstance(error, ssl.SSLError):
                 # The peer hears nothing of it but what TLS itself sends.
                 self._arrivals.seldom.event("tls handshake failed", str(error), peer=peer, reason=error)
-            handshake.socket.close()
         finally:
             self._arrivals.gone(handshake)
+            if not handshake.has_ended:
+                handshake.socket.close()
+
+    async def _turn(self, units: int) -> None:
+        if not self._turns.take(units):
+            await self._turns.later(units)
+
+
+async def _spoken(accepted: socket.socket) -> None:
+    """Return when there is something to read, or the peer is gone."""
+    loop, has_come = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(accepted, has_come.set)
+    try:
+        await has_come.wait()
+    finally:
+        loop.remove_reader(accepted)

@@ -145,6 +145,24 @@ def test_connections_that_shake_no_hands_are_bounded_and_the_oldest_makes_room(
 
 
 @LOOPS
+def test_as_many_connections_as_are_allowed_keep_their_places(model, authority, monkeypatch, run):
+    monkeypatch.setattr("base.arrivals.MAX_CONNECTIONS", 3)
+
+    async def fill():
+        async with Secure(model, authority) as secure:
+            there = ("127.0.0.1", secure.api.ports.http_port)
+            opened = [await asyncio.open_connection(*there, ssl=context_of(authority)) for _ in range(3)]
+            async with asyncio.timeout(60):
+                for reader, writer in opened:
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                    assert b"200 OK" in await reader.readuntil(b"}")
+            for _, writer in opened:
+                writer.close()
+
+    run(fill())
+
+
+@LOOPS
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"])
 def test_a_handshake_that_does_not_go_on_ends(model, authority, monkeypatch, said, run):
     monkeypatch.setattr("base.arrivals.HANDSHAKE_TIMEOUT_S", 0.05)
