@@ -12,6 +12,8 @@ written to. So it gets what is answered within `LEFT_S`, and all of an answer wh
 by then; for whoever else nothing more is generated, and what came behind that call is not begun.
 Over TLS asyncio closes at once.
 
+A transport that closes waits until all is read, so who reads nothing is given up then too.
+
 What is written in one turn of the event loop goes out together: an answer is written in up to
 four parts, and a system call costs more than all that makes them.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn._types import ASGI3Application
@@ -48,9 +51,12 @@ SHARE_OF_DESCRIPTORS = 0.5
 class Corked:
     """A transport that passes on what was written in a turn of the event loop at its end."""
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, when_closing: Callable[[], None]
+    ) -> None:
         self._transport = transport
         self._loop = loop
+        self._when_closing = when_closing
         self._written: list[bytes | bytearray | memoryview] = []
         self._num_bytes = 0
 
@@ -65,7 +71,9 @@ class Corked:
 
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        if not self._transport.is_closing():
+            self._transport.close()
+            self._when_closing()
 
     def abort(self) -> None:
         self._written.clear()
@@ -112,11 +120,12 @@ class BoundedConnection(HttpToolsProtocol):
 
     _answered: RequestResponseCycle = None  # type: ignore[assignment] # as uvicorn's own
     """The call that is answered, or was last: `cycle` is the one that came last, and may wait for others."""
+    _is_closing = False
     _head_bytes = 0
     _arrived_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(Corked(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(Corked(transport, self.loop, self._closes))  # type: ignore[arg-type]
         self._expect_head()
         self._arrivals.came(self.transport)
 
@@ -132,7 +141,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        self._stop("read")
+        if not self._is_closing:
+            self._stop("read")
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -193,7 +203,12 @@ class BoundedConnection(HttpToolsProtocol):
         if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
 
+    def _closes(self) -> None:
+        self._is_closing = True
+        self._expect_reading()
+
     def _expect_reading(self) -> None:
+        self._stop("read")
         unread_bytes = self.transport.get_write_buffer_size()
         self._timers["read"] = self.loop.call_later(READ_TIMEOUT_S, self._look_at_reading, unread_bytes)
 
