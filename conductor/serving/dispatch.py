@@ -435,8 +435,9 @@ class Dispatcher:
         except CapacityError as error:
             # Another conductor was there first, or an attempt before still holds blocks: they are the node's
             # to give, and nothing was lost.
-            if attempt.is_reserved:
-                raise
+            failed = state.mailbox.failed
+            if attempt.is_reserved or (failed is not None and failed.request_id == name):
+                raise  # the prefill node's: it computes meanwhile, and may have spoken first
             self._view.refused(decode.info.node_id, self._clock.now_s())
             state.retries.num_idle += 1
             if not state.retries.may_try_again:

@@ -11,6 +11,27 @@ from tests.conductor.dispatching import answer, conductor, request, until
 from tests.conductor.scripted_node import ScriptedWork
 
 
+class TooSmall(ScriptedWork):
+    """A prefill node that has less memory than the prompt needs."""
+
+    def _answers(self, item):
+        if isinstance(item, Prefill):
+            self.done.add(item.work.request_id)
+            return [Failed(item.work.request_id, "CapacityError", "the whole cache has 1 block")]
+        return super()._answers(item)
+
+
+async def test_a_prefill_node_that_is_too_small_speaks_for_itself_and_for_no_decode_node():
+    async with conductor() as running:
+        await running.attach(TooSmall(), node_id="p", roles=[Role.PREFILL])
+        await running.attach(ScriptedWork(silent_on=Reserve), node_id="d", roles=[Role.DECODE])
+        free_tokens = running.view.node("d").free_tokens()
+        with pytest.raises(CapacityError, match="the whole cache"):
+            await answer(running.dispatcher, request())
+        assert running.view.node("d").free_tokens() == free_tokens
+        assert len(running.seen.made) == 1
+
+
 async def test_a_prompt_begins_before_its_blocks_are_set_aside_and_ends_where_they_are_refused():
     async with conductor() as running:
         prefill, decode = ScriptedWork(), ScriptedWork(silent_on=Reserve)
