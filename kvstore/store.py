@@ -227,10 +227,11 @@ class Store:
             forgotten = self.pool.delete(part)
             self._withdraw(forgotten)
             gone += forgotten
-            if len(forgotten) < len(part):
-                break
+            if part[0] in self.pool:
+                break  # something needs it; what is not there any more was evicted, or is on its way to disk
             await asyncio.sleep(0)
         if self.disk is not None:
+            await self._lowered(chain)
             for block_hash in reversed(chain):
                 if block_hash in self.pool:
                     break

@@ -1,5 +1,7 @@
 """Chains of many thousand blocks: what is done with one leaves the event loop to others in between."""
 
+import asyncio
+
 import pytest
 
 from base.block_hash import BlockHash
@@ -10,6 +12,7 @@ from kvstore.service import StoreService
 from kvstore.store import MAX_PUT_BLOCKS, Store
 from protos import kvstore_pb2 as pb
 from tests.effort import counting
+from tests.kvstore.cluster import chain_of, running_cluster, save
 from tests.manual_clock import ManualClock
 from transfer.agent import TransferAgent
 
@@ -65,6 +68,30 @@ async def test_what_is_left_between_two_turns_of_a_delete_is_a_whole_chain(store
     assert store.match(CHAIN).num_blocks == left
     store.pool.end(held.lease_id)
     store.check()
+
+
+async def test_a_delete_goes_on_where_others_have_taken_the_end_of_what_is_left(store):
+    deleting = store.delete(CHAIN)
+    deleting.send(None)
+    others = [BlockHash((NUM_BLOCKS + number).to_bytes(16, "little")) for number in range(MAX_PUT_BLOCKS + 1)]
+    assert len(store.reserve(others, "").missing) == len(others)
+    assert store.match(CHAIN).num_blocks == 2 * MAX_PUT_BLOCKS - 1
+    turns_of(deleting)
+    assert store.match(CHAIN).num_blocks == 0
+    store.check()
+
+
+async def test_a_delete_takes_what_goes_to_disk_between_two_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvstore.store.MAX_PUT_BLOCKS", 1)
+    async with running_cluster() as cluster:
+        one = await cluster.node("one", num_blocks=8, folder=tmp_path, high_watermark=0.3, low_watermark=0.1)
+        cache, _ = await cluster.client()
+        assert await save(cache, "abcdef") == 6
+        going_to_disk = asyncio.create_task(one.store.tick())
+        assert await one.store.delete(chain_of("abcdef")) == 6
+        await going_to_disk
+        assert one.store.match(chain_of("abcdef")).num_blocks == 0
+        one.store.check()
 
 
 class Caller:
