@@ -72,6 +72,11 @@ class StoreService(KvStoreServicer):
         await asyncio.sleep(0)  # 32,768 hashes take 12 ms, and to hold their blocks 30
         leased = await self._store.lease(chain, request.first)
         if leased.grant is not None:
+            try:
+                self._holds.num_free(peer)  # others of its calls waited too
+            except CapacityError:
+                await self._store.release(leased.ticket)
+                raise
             self._holds.add(peer, (TicketKind.READ, leased.ticket), 0, LEASE_S)
         return pb.LeaseResponse(**LEASED.pack(leased))
 

@@ -164,6 +164,20 @@ async def test_a_peer_has_so_many_leases(monkeypatch):
         assert (await service.Lease(request, caller)).num_blocks == 2
 
 
+async def test_leases_that_come_together_are_no_more_than_a_peer_may_have(monkeypatch):
+    monkeypatch.setattr(peer_holds, "MAX_TICKETS", 1)
+    caller = Caller("10.0.0.1")
+    async with hosted() as hosting:
+        assert await save(hosting.cache, "ab") == 2
+        service = StoreService(hosting.store, ManualClock(), lambda: hosting.member)
+        request = pb.LeaseRequest(hashes=b"".join(chain_of("ab")))
+        asking = (service.Lease(request, caller) for _ in range(2))
+        one, two = await asyncio.gather(*asking, return_exceptions=True)
+        assert (one.num_blocks, type(two)) == (2, CapacityError)
+        await service.Release(pb.Ticket(ticket=one.ticket), caller)
+        assert hosting.store.pool.accounts().held == 0
+
+
 async def test_a_ticket_of_before_a_restart_ends_nothing_after_it():
     """A client's call that fails as its store restarts is followed by an end of its put, or of its lease."""
     caller = Caller("10.0.0.1")
