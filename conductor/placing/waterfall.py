@@ -3,7 +3,7 @@
     received    read and tokenised                      nobody predicts it
     waited      for a placement                         known when it is placed
     ahead       of a rejected one: those who waited before it
-    dispatched  messages; beneath it: reserved          learned
+    dispatched  messages                                learned
     queued      to be computed; beneath: loaded         the queue, or the fetch where that is longer
     prefilled   in chunks; beneath: written             the cost model's
     handed over what of the writing shows               the cost model's
