@@ -142,6 +142,7 @@ class EngineLoop:
         self._launch_s = LAUNCH_S
         """Seconds before a step's end by which the next one is planned: more on a slow or busy host."""
         self._observers: list[StepObserver] = []
+        self._stall_listeners: list[Callable[[], bool]] = []
         # Whoever releases blocks, in here or not, may have made room for who waits.
         pool.on_release(self._changed.set)
 
@@ -150,6 +151,10 @@ class EngineLoop:
 
         That is sooner than now where a thread had something else to launch meanwhile."""
         self._observers.append(observer)
+
+    def on_stall(self, listener: Callable[[], bool]) -> None:
+        """Call `listener` where a sequence waited too long for blocks; it returns whether it gives any."""
+        self._stall_listeners.append(listener)
 
     def predict_steps(self, cost: StepCost | None) -> None:
         """Budget steps by what a profile says of them; None: `chunk_tokens` alone bounds them.
@@ -327,6 +332,8 @@ class EngineLoop:
                 await self._changed.wait()
         except TimeoutError:
             self._stalled_at_s = None
+            if any([gives_back() for gives_back in self._stall_listeners]):
+                return
             sequence = self.scheduler.give_up()
             if sequence is not None:
                 event(log, "no blocks came free", level=logging.WARNING, request_id=sequence.request_id)

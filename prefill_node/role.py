@@ -75,6 +75,7 @@ class PrefillRole:
         self._store = store
         self.tasks = RequestTasks(group, send)
         self._destinations: dict[RequestId, Destination] = {}
+        engine.on_stall(self._let_go)
 
     def prefill(self, message: Prefill) -> None:
         name, is_written = message.work.request_id, not message.stays and message.pooling is None
@@ -89,6 +90,16 @@ class PrefillRole:
         destination = self._destinations.get(message.request_id)
         if destination is not None:
             destination.granted(message)
+
+    def _let_go(self) -> bool:
+        """Give up prompts that hold blocks for decode nodes which do not answer; return whether any do.
+
+        A decode node that hangs is lost with its lease, long after those who wait for blocks here.
+        """
+        held = [each for each in self._destinations.values() if each.is_awaited]
+        for destination in held:
+            destination.give_up()
+        return bool(held)
 
     async def _prefill(self, message: Prefill, destination: Destination | None) -> None:
         arrived_at_s = self._clock.now_s()

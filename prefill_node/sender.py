@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from base.clock import Clock
-from base.errors import LostError, ProtocolError
+from base.errors import LostError, ProtocolError, TransferFailedError
 from base.grants import RankGrant
 from base.kv_layout import KvPart
 from base.messages import Granted, PrefillTimes, Work
@@ -54,16 +54,29 @@ class Destination:
     def __init__(self) -> None:
         self._is_known = asyncio.Event()
         self._granted: Granted | None = None
+        self.is_awaited = False
+        """Whether blocks are held until it is known."""
 
     def granted(self, message: Granted) -> None:
         """Note what the decode node has set aside; again: no effect."""
         self._granted = self._granted or message
         self._is_known.set()
 
+    def give_up(self) -> None:
+        """Let nobody wait for it any longer."""
+        self._is_known.set()
+
     async def known(self) -> Granted:
-        """Return what was set aside, once it is."""
+        """Return what was set aside, once it is.
+
+        Raises:
+            TransferFailedError: it was given up.
+        """
+        self.is_awaited = not self._is_known.is_set()
         await self._is_known.wait()
-        assert self._granted is not None, "the event says so"
+        self.is_awaited = False
+        if self._granted is None:
+            raise TransferFailedError("the decode node sets no blocks aside, and others wait for ours")
         return self._granted
 
 

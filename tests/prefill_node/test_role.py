@@ -113,6 +113,22 @@ async def test_blocks_that_nobody_grants_are_waited_for_until_the_deadline(both)
     assert prefill.pool.num_held == 0
 
 
+async def test_a_prompt_that_waits_for_its_decode_node_does_not_keep_blocks_that_others_need(
+    both, monkeypatch
+):
+    monkeypatch.setattr("engine.loop.STALL_S", 0.05)
+    prefill, decode = both
+    late, other = work(num_tokens=150, name="late"), work(num_tokens=64, name="other")
+    prefill.role.prefill(Prefill(late))
+    await computed(prefill, late)
+    ask(prefill, decode, other._replace(token_ids=tuple(range(500, 564))), granted(decode, 4))
+    assert (await prefill.said(Prefilled)).request_id == "other"
+    failed = await prefill.said(Failed)
+    assert (failed.request_id, failed.reason) == ("late", "TransferFailedError")
+    await finished(prefill)
+    assert prefill.pool.num_held == 0
+
+
 async def test_blocks_to_write_without_a_grant_fail_the_prompt(both):
     prefill, decode = both
     ask(prefill, decode, work(num_tokens=40), None)
