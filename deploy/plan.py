@@ -66,9 +66,10 @@ def require_disk(path: str) -> None:
             folder = Path(path).expanduser()
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter of a ~user whom nobody knows
         mend = "name a folder that nodes may write to, or leave it empty"
-        raise ConfigError(f"store.disk_path: {path}: {error.strerror}: {mend}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"store.disk_path: {path}: {why}: {mend}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ async def hosted_store(
             for task in background:
                 task.cancel()
     finally:
-        with _bounded(LEASE_S, disk):
+        with _bounded(2 * LEASE_S, disk):  # grants may run out first
             if server is not None:
                 await server.stop(0)
             await store.close()

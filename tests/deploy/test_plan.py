@@ -131,6 +131,11 @@ def test_a_disk_that_nodes_can_write_to_is_left_as_it_is(tmp_path):
     require_disk("")
 
 
+def test_a_disk_of_a_user_whom_nobody_knows_is_named():
+    with pytest.raises(ConfigError, match=r"store\.disk_path: ~nobody-at-all/kv: .*: name a folder"):
+        require_disk("~nobody-at-all/kv")
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
