@@ -96,7 +96,7 @@ class PrefillRole:
 
         A decode node that hangs is lost with its lease, long after those who wait for blocks here.
         """
-        held = [each for each in self._destinations.values() if each.is_awaited]
+        held = [each for each in self._destinations.values() if each.num_waiting]
         for destination in held:
             destination.give_up()
         return bool(held)

@@ -54,8 +54,8 @@ class Destination:
     def __init__(self) -> None:
         self._is_known = asyncio.Event()
         self._granted: Granted | None = None
-        self.is_awaited = False
-        """Whether blocks are held until it is known."""
+        self.num_waiting = 0
+        """Writes that hold their blocks until it is known."""
 
     def granted(self, message: Granted) -> None:
         """Note what the decode node has set aside; again: no effect."""
@@ -72,9 +72,11 @@ class Destination:
         Raises:
             TransferFailedError: it was given up.
         """
-        self.is_awaited = not self._is_known.is_set()
-        await self._is_known.wait()
-        self.is_awaited = False
+        self.num_waiting += 1
+        try:
+            await self._is_known.wait()
+        finally:
+            self.num_waiting -= 1
         if self._granted is None:
             raise TransferFailedError("the decode node sets no blocks aside, and others wait for ours")
         return self._granted

@@ -9,7 +9,7 @@ import pytest
 from base.block_hash import hash_chain
 from base.checksum import checksum
 from base.clock import SystemClock
-from base.errors import LostError
+from base.errors import LostError, TransferFailedError
 from base.grants import Operation
 from base.messages import Failed, Granted, Prefill, Prefilled
 from base.request import FinishReason
@@ -103,6 +103,20 @@ async def test_a_prompt_that_ends_before_its_blocks_are_granted_holds_nothing(bo
     assert prefill.pool.num_held == 0
     ask(prefill, decode, asked, granted(decode, 3))
     assert len((await prefill.said(Prefilled)).checksums) == 3
+
+
+async def test_a_write_that_is_cancelled_waits_for_no_grant():
+    destination = Destination()
+    writes = [asyncio.ensure_future(destination.known()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert destination.num_waiting == 2
+    writes[0].cancel()
+    await asyncio.wait(writes[:1])
+    assert destination.num_waiting == 1
+    destination.give_up()
+    with pytest.raises(TransferFailedError):
+        await writes[1]
+    assert destination.num_waiting == 0
 
 
 async def test_blocks_that_nobody_grants_are_waited_for_until_the_deadline(both):

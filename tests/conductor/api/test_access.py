@@ -291,16 +291,6 @@ def test_keys_come_and_go_without_a_restart(keys):
     assert ring.find(secret) == added
 
 
-@pytest.mark.parametrize("key_id", ["", "a-b", "a b", "é", "a\n", "of-another"])
-def test_an_id_by_which_no_key_is_found_is_refused_with_its_line(keys, key_id):
-    file = read_keys(keys.path)
-    wrong = dataclasses.replace(file.keys[1], id=file.keys[0].id if key_id == "of-another" else key_id)
-    change_keys(keys.path, lambda: dataclasses.replace(file, keys=(file.keys[0], wrong)))
-    line = [number for number, text in enumerate(keys.path.read_text().splitlines(), 1) if '"id"' in text][1]
-    with pytest.raises(ConfigError, match=f"{keys.path}:{line}: .*conductor keys add"):
-        read_keys(keys.path)
-
-
 async def test_a_long_file_of_keys_is_read_beside_the_event_loop(tmp_path):
     """Some thousand keys take longer than any call may hold it, whenever one of them comes or goes."""
     path, clock = tmp_path / "keys.json", SetClock()
