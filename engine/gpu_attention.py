@@ -46,10 +46,6 @@ HEADER_NUMBERS = 5 + 3 * MAX_LONG_CHUNKS
 """Numbers in a step's header: its shape, the first row of its chunks, and the three of each long chunk."""
 
 
-NO_ROW = -1
-"""The row of parts of a layer whose window is not the model's: it cuts contexts for itself."""
-
-
 class StepPart(Enum):
     """The part of a step that a layer is called for."""
 
@@ -177,8 +173,7 @@ def _attention(
     elif call.part is StepPart.LAST_ROWS:
         output = last_rows_attention(rows[0], *where, *rule, sinks)
     else:
-        row = call.windows.index(window) if window in call.windows else NO_ROW
-        output = paged_attention(*rows, *where, call.parts, row, *rule, sinks)
+        output = paged_attention(*rows, *where, call.parts, call.windows, *rule, sinks)
     return output[None, ..., :value_dim], None
 
 
@@ -231,13 +226,16 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     memory: torch.Tensor,
     header: torch.Tensor,
     parts: torch.Tensor,
-    parts_row: int,
+    windows: Sequence[int],
     scale: float,
     sliding_window: int,
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Write K and V, attend; [num_tokens, heads, head_dim] in and out."""
+    """Write K and V, attend; [num_tokens, heads, head_dim] in and out.
+
+    `windows` are those of the rows of `parts`. They are looked through here: torch's compiler, which traces
+    what calls this, finds that 0 is not in (0,)."""
     shape, views, first_row, chunks = _read(memory, header)
     kv_layer, scales = scaled_parts(kv_layer, block_size, query.shape[2])
     has_chunks = shape.num_chunks > 0
@@ -257,7 +255,8 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             sinks,
             output=output[singles],
             added=None if has_chunks else (key[singles], value[singles]),
-            parts=None if parts_row == NO_ROW else parts[parts_row],
+            # a layer whose window is not the model's cuts contexts for itself
+            parts=parts[windows.index(sliding_window)] if sliding_window in windows else None,
             scales=scales,
         )
     if not has_chunks:

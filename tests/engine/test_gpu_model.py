@@ -3,15 +3,20 @@
 import copy
 import weakref
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine import compiled as compiled_layers
 from engine import gpu_model
 from engine.fused_projections import Slice, fuse_projections
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
+from engine.kernels import paged_decode
+from engine.kernels.decode_parts import decode_parts
 from engine.long_chunks import LongChunk
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
@@ -113,6 +118,21 @@ def test_a_layer_whose_window_is_not_the_models_cuts_contexts_for_itself(monkeyp
     run(model, [entry(sequence, 0, 39, 0)], StepShape(64, 0, 1, 8))
     logits = run(model, [entry(sequence, 39, 1, 0)], StepShape(8, 4, 0, 8))
     torch.testing.assert_close(logits[0], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_compiled_layers_share_the_parts_of_a_step(family: str, monkeypatch) -> None:
+    model = make_family(family)
+    traced = partial(torch.compile, backend="eager", dynamic=True, fullgraph=True)
+    monkeypatch.setattr(compiled_layers, "compiled", traced)
+    compiled_layers.compile_layers(model.model.layers)
+    gpu = make_gpu_model(model)
+    sequence = make_sequence("a", [3] * 40)
+    run(gpu, [entry(sequence, 0, 39, 0)], StepShape(64, 0, 1, 8))
+    cut_alone = Mock(wraps=decode_parts)
+    monkeypatch.setattr(paged_decode, "decode_parts", cut_alone)
+    run(gpu, [entry(sequence, 39, 1, 0)], StepShape(8, 4, 0, 8))
+    assert not cut_alone.called
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
