@@ -307,10 +307,12 @@ class Scheduler:
         everybody = (*self._running, *self._waiting)
         decoding = going_on + [decodes_now(item) for item in everybody if item.num_plannable_tokens == 1]
         cost, most = self.step_cost, self._most_prompt_tokens(len(decoding))
-        if cost is None or not any(sequence.num_plannable_tokens > 1 for sequence in everybody):
+        num_prompts = sum(sequence.num_plannable_tokens > 1 for sequence in everybody)
+        if cost is None or not num_prompts:
             return BudgetedStep(most)
         load = decode_load(decoding, cost, self.correction, now_s)
-        return BudgetedStep(most, cost, load, self._num_starved, self.correction.ratio(True))
+        ratio = self.correction.ratio(True)
+        return BudgetedStep(most, cost, load, self._num_starved, ratio, num_prompts)
 
     def _most_prompt_tokens(self, num_single: int) -> int:
         """Return how many tokens of prompts a step has memory for beside so many sequences that decode.

@@ -342,8 +342,11 @@ class SimEngine:
             batch += 1
             context_tokens += request.context_tokens
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
-        if not batch or self._budget_cost is None:
+        if self._budget_cost is None:
             return BudgetedStep(most)
+        num_prompts = len(self._prompts) + len(self._known.among(self._queue))
+        if not batch:
+            return BudgetedStep(most, self._budget_cost, num_prompts=num_prompts)
         ratio = self._learned.ratio
         empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)
         left_s = self._slack.left_s(self._step, empty_s, now_s, waiting)

@@ -136,6 +136,36 @@ def test_costs_at_the_edge_of_numbers_end_no_scheduler() -> None:
         assert 0 <= BudgetedStep(8192, cost, load).take(8000, 1 << 40) <= 8000
 
 
+def prompts_in_a_step(tokens: int, num_prompts: int, cost: StepCost = COST) -> int:
+    step = BudgetedStep(1 << 20, cost, num_prompts=num_prompts)
+    return sum(step.take(tokens, 0) == tokens for _ in range(num_prompts))
+
+
+def test_a_long_prompt_waits_for_no_other_and_short_ones_are_one_step() -> None:
+    assert prompts_in_a_step(2048, 2) == 1
+    assert prompts_in_a_step(64, 2) == 2, "together they are padded to the length that one is"
+    # a step saved is worth a wait to as many as come later
+    assert 1 < prompts_in_a_step(2048, 12) < prompts_in_a_step(2048, 48) < 48
+
+
+def test_nobody_overtakes_a_prompt_for_which_the_step_would_be_too_long() -> None:
+    step = BudgetedStep(8192, COST, num_prompts=3)
+    assert (step.take(2048, 0), step.take(2048, 0), step.take(64, 0)) == (2048, 0, 0)
+    assert step.is_full
+    assert not step.has_passed, "somebody had something"
+
+
+def test_prompts_of_which_most_is_cached_are_one_step() -> None:
+    step = BudgetedStep(8192, COST, num_prompts=3)
+    assert [step.take(40, 10_000) for _ in range(3)] == [40, 40, 40]
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 700, 2048, 8000])
+def test_where_a_step_costs_nothing_but_its_tokens_nobody_waits_for_another(tokens: int) -> None:
+    cost = replace(COST, chunk_step_s=0.0, mixed_step_s=0.0, step_tokens=(), decode_fixed_s=1e-9)
+    assert prompts_in_a_step(tokens, 50, cost) == 1
+
+
 def test_nobody_overtakes_a_prompt_that_was_cut_short() -> None:
     step = BudgetedStep(8192, COST, load_of(0.05, 0.05))
     assert 0 < step.take(8000, 4000) < 8000

@@ -242,3 +242,13 @@ def test_everything_ends_with_the_tokens_that_it_has_without_budgets(seed: int, 
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         assert generated(sequence) == continuation(prompt, sequence.stop.max_tokens)
     assert bench.pool.num_held == 0
+
+
+@pytest.mark.parametrize(("tokens", "num_steps"), [(128, 2), (2, 1)])
+def test_long_prompts_are_a_step_each_and_short_ones_are_one(tokens: int, num_steps: int) -> None:
+    bench = TimedBench()
+    for number in range(2):
+        bench.scheduler.add(make_sequence(f"prompt {number}", [1 + number] * tokens, 1))
+    plans = list(iter(bench.step, None))
+    assert len(plans) == num_steps
+    assert len(bench.last_at_s) == 2
