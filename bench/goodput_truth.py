@@ -39,7 +39,7 @@ IN_TURNS = RESULTS / "profile_h200_in_turns.json"
 """The same of engines that planned a step with prompts when the one before had ended."""
 LAUNCHED = RESULTS / "profile_h200_launched.json"
 """The card's, of engines that had no graph of 2,560 tokens and launched what begins beside sequences."""
-OWN = {RESULTS / f"profile_h200_{name}.json" for name in ("own", "tenth", "twelfth")}
+OWN = {RESULTS / f"profile_h200_{name}.json" for name in ("own", "tenth", "twelfth", "thirteenth")}
 """Measured on the card of one of the nodes in the same lease, before they started with it."""
 LIVE: dict[str, Path | None] = {
     "step_budgets_h200_eighth": IN_TURNS,
@@ -52,6 +52,7 @@ LIVE: dict[str, Path | None] = {
     "step_budgets_h200_eleventh": RESULTS / "profile_h200_tenth.json",
     "step_budgets_h200_twelfth": RESULTS / "profile_h200_twelfth.json",
     "step_budgets_h200_burst": RESULTS / "profile_h200_twelfth.json",
+    "step_budgets_h200_thirteenth": RESULTS / "profile_h200_thirteenth.json",
 }
 """Results of `bench.step_budgets_live`, with the profile of their engine; None: the card's."""
 NAMES = (
