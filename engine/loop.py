@@ -310,6 +310,7 @@ class EngineLoop:
         if first is None and self.scheduler.num_waiting:
             await self._until_unstalled()
         else:
+            self._stalled_at_s = None
             await self._changed.wait()
         if first is not None and first.landing is not None and first.landing.done():
             self._land(first, first.landing)

@@ -15,7 +15,7 @@ from base.request import FinishReason, StopParams
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from base.step_cost import StepCost
 from engine.block_pool import BlockPool
-from engine.loop import STALL_S, EngineLoop
+from engine.loop import EngineLoop
 from engine.runner import StepRunner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -23,7 +23,6 @@ from engine.step import SequenceOutput, StepPlan, StepResult
 from engine.swap_space import Swap, SwapSpace
 from tests.engine.builders import make_sequence, run_sequences
 from tests.engine.fakes import FakeDevice, LaunchingFakeDevice, continuation
-from tests.simulation.loop import InlineExecutor, SimLoop
 
 NUM_BLOCKS = 16
 BLOCK_SIZE = 4
@@ -446,32 +445,6 @@ async def test_who_comes_with_its_kv_gets_its_tokens_in_random_histories(
             assert heard[sequence].tokens == tokens, sequence.request_id
         assert num_failed_steps(caplog) == 0
     assert pool.num_held == 0
-
-
-def test_a_sequence_whose_blocks_do_not_come_free_is_ended_and_not_waited_for():
-    async def scenario(clock):
-        pool = BlockPool(NUM_BLOCKS)
-        scheduler = Scheduler(pool, BLOCK_SIZE, 8, 4, max_model_len=200)
-        loop = EngineLoop(FakeDevice(NUM_BLOCKS, BLOCK_SIZE), scheduler, pool, clock, InlineExecutor)
-        reserved = pool.allocate(NUM_BLOCKS - 2)
-        large, small = Collected(), Collected()
-        async with running(loop):
-            sequences = [make_sequence("large", range(12), 2), make_sequence("small", range(50, 54), 2)]
-            loop.add(sequences[0], large)
-            loop.add(sequences[1], small)
-            reasons = await large.ended(), clock.now_s(), await small.ended()
-            for sequence in sequences:
-                loop.release(sequence)
-        pool.release(reserved)
-        assert pool.num_held == 0
-        return reasons
-
-    loop = SimLoop(lambda: (0.01, True))
-    try:
-        reasons = loop.run_until_complete(scenario(loop))
-    finally:
-        loop.close()
-    assert reasons == (FinishReason.ERROR, pytest.approx(STALL_S, abs=0.05), FinishReason.LENGTH)
 
 
 class MovingScheduler(Scheduler):
