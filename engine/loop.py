@@ -64,6 +64,9 @@ STALL_S = 2.0
 
 What holds them is then most likely a reservation, whose prefill may wait for blocks itself: for these."""
 
+GIVEN_S = 0.1
+"""Seconds for blocks of one who was given up to come, before the next is, if they were not enough."""
+
 
 @dataclass(slots=True, eq=False)
 class _Flight:
@@ -153,7 +156,7 @@ class EngineLoop:
         self._observers.append(observer)
 
     def on_stall(self, listener: Callable[[], bool]) -> None:
-        """Call `listener` where a sequence waited too long for blocks; it returns whether it gives any."""
+        """Call `listener` where a sequence waited too long for blocks; it returns whether it gives some."""
         self._stall_listeners.append(listener)
 
     def predict_steps(self, cost: StepCost | None) -> None:
@@ -332,9 +335,10 @@ class EngineLoop:
             async with asyncio.timeout(max(0.0, self._stalled_at_s + STALL_S - now_s)):
                 await self._changed.wait()
         except TimeoutError:
-            self._stalled_at_s = None
-            if any([gives_back() for gives_back in self._stall_listeners]):
+            if any(gives_back() for gives_back in self._stall_listeners):
+                self._stalled_at_s = self._clock.now_s() - STALL_S + GIVEN_S
                 return
+            self._stalled_at_s = None
             sequence = self.scheduler.give_up()
             if sequence is not None:
                 event(log, "no blocks came free", level=logging.WARNING, request_id=sequence.request_id)

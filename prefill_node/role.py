@@ -92,14 +92,15 @@ class PrefillRole:
             destination.granted(message)
 
     def _let_go(self) -> bool:
-        """Give up prompts that hold blocks for decode nodes which do not answer; return whether any do.
+        """Give up the oldest prompt that holds blocks for a decode node which does not answer.
 
-        A decode node that hangs is lost with its lease, long after those who wait for blocks here.
+        A decode node that hangs is lost with its lease, long after those who wait for blocks here. One that
+        is only late may still answer for the others. Returns whether there is such a prompt.
         """
-        held = [each for each in self._destinations.values() if each.num_waiting]
-        for destination in held:
-            destination.give_up()
-        return bool(held)
+        oldest = next((each for each in self._destinations.values() if each.num_waiting), None)
+        if oldest is not None:
+            oldest.give_up()
+        return oldest is not None
 
     async def _prefill(self, message: Prefill, destination: Destination | None) -> None:
         arrived_at_s = self._clock.now_s()

@@ -6,7 +6,7 @@ import pytest
 
 from base.request import FinishReason
 from engine.block_pool import BlockPool
-from engine.loop import STALL_S, EngineLoop
+from engine.loop import GIVEN_S, STALL_S, EngineLoop
 from engine.scheduler import Scheduler
 from tests.engine.builders import make_sequence
 from tests.engine.fakes import FakeDevice
@@ -104,3 +104,16 @@ def test_who_waits_after_one_who_left_waits_as_long_as_anybody():
     ((reason, seconds),) = stalled(scenario, num_free=2)
     assert reason is FinishReason.ERROR
     assert seconds == pytest.approx(STALL_S, abs=SOON)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_given"), [(12, 1), (20, 3), (28, 5)])
+def test_as_many_blocks_are_asked_for_as_who_waits_needs(num_tokens, num_given):
+    async def scenario(engine):
+        held = len(engine.held)
+        engine.loop.on_stall(lambda: engine.give(1))
+        ((reason, seconds),) = await engine.ended(make_sequence("waits", range(num_tokens), 1))
+        return reason, seconds, held - len(engine.held)
+
+    reason, seconds, given = stalled(scenario, num_free=2)
+    assert (reason, given) == (FinishReason.LENGTH, num_given)
+    assert seconds == pytest.approx(STALL_S + (num_given - 1) * GIVEN_S, abs=SOON)

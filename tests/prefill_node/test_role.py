@@ -143,6 +143,27 @@ async def test_a_prompt_that_waits_for_its_decode_node_does_not_keep_blocks_that
     assert prefill.pool.num_held == 0
 
 
+async def test_no_more_prompts_are_given_up_for_one_that_waits_than_it_needs_the_blocks_of(both, monkeypatch):
+    monkeypatch.setattr("engine.loop.STALL_S", 0.05)
+    monkeypatch.setattr("engine.loop.GIVEN_S", 60.0)
+    prefill, decode = both
+    hung, late, other = (
+        work(num_tokens, name=name)._replace(token_ids=tuple(range(at, at + num_tokens)))
+        for name, at, num_tokens in (("hung", 100, 64), ("late", 300, 64), ("other", 500, 96))
+    )
+    for each in (hung, late):
+        prefill.role.prefill(Prefill(each))
+        await computed(prefill, each)
+    ask(prefill, decode, other, granted(decode, 6))
+    await prefill.said(Failed)
+    grant = granted(decode, 12, first=8)
+    prefill.role.granted(Granted(late.request_id, 0, decode.agent.descriptor, grant))
+    await finished(prefill)
+    assert [item.request_id for item in prefill.sent if isinstance(item, Failed)] == ["hung"]
+    assert {item.request_id for item in prefill.sent if isinstance(item, Prefilled)} == {"late", "other"}
+    assert prefill.pool.num_held == 0
+
+
 async def test_blocks_to_write_without_a_grant_fail_the_prompt(both):
     prefill, decode = both
     ask(prefill, decode, work(num_tokens=40), None)
