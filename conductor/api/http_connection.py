@@ -4,7 +4,8 @@ A head that is longer than `MAX_HEAD_BYTES`, or not there within `HEAD_TIMEOUT_S
 connection's opening or of its own first byte, ends the connection; so does one connection too
 many, if none that asks nothing makes room (`base/arrivals.py`), a call that comes while
 `MAX_PIPELINED` others wait for the answers before theirs, and a client that reads nothing of its
-answer for `READ_TIMEOUT_S` once buffers are full: its request would be held until it does.
+answer for `READ_TIMEOUT_S` once buffers are full, or a byte in each of `READ_PERIODS`: its request would
+be held until it does. While buffers are full it is one of those that make room.
 Between two calls uvicorn's own timeout counts, in a body `http_reply.BODY_TIMEOUT_S`.
 
 A client that closes its side of the connection may have left: that looks the same until it is
@@ -42,6 +43,8 @@ MAX_PIPELINED = 32
 """Calls of one connection that wait for others of it: what is read at once may have 10,000."""
 MAX_CORKED_BYTES = 32 << 10
 READ_TIMEOUT_S = 60.0
+READ_PERIODS = 10
+"""Times that `READ_TIMEOUT_S` may begin again for a client that reads, and leaves buffers full."""
 LEFT_S = 0.05
 """Time for an answer to begin once its client sends nothing more."""
 SHARE_OF_DESCRIPTORS = 0.5
@@ -138,12 +141,18 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading()
+        self._arrivals.ended(self.transport)  # who does not read makes room too
+        self._expect_reading(READ_PERIODS)
 
     def resume_writing(self) -> None:
         if not self._is_closing:
             self._stop("read")
         super().resume_writing()
+        self._has_asked()
+
+    def _has_asked(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete and not self.flow.write_paused:
+            self._arrivals.begun(self.transport)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -182,8 +191,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop("head")
-        self._arrivals.begun(self.transport)
         super().on_headers_complete()
+        self._has_asked()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
@@ -205,16 +214,16 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _closes(self) -> None:
         self._is_closing = True
-        self._expect_reading()
+        self._expect_reading(READ_PERIODS)
 
-    def _expect_reading(self) -> None:
+    def _expect_reading(self, num_periods: int) -> None:
         self._stop("read")
-        unread_bytes = self.transport.get_write_buffer_size()
-        self._timers["read"] = self.loop.call_later(READ_TIMEOUT_S, self._look_at_reading, unread_bytes)
+        seen = num_periods, self.transport.get_write_buffer_size()
+        self._timers["read"] = self.loop.call_later(READ_TIMEOUT_S, self._look_at_reading, *seen)
 
-    def _look_at_reading(self, unread_bytes: int) -> None:
-        if self.transport.get_write_buffer_size() < unread_bytes:
-            self._expect_reading()
+    def _look_at_reading(self, num_periods: int, unread_bytes: int) -> None:
+        if num_periods > 1 and self.transport.get_write_buffer_size() < unread_bytes:
+            self._expect_reading(num_periods - 1)
         else:
             self._give_up("its client does not read")
 

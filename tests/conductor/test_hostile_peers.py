@@ -263,48 +263,6 @@ async def test_a_grpc_client_whose_time_to_read_is_up_learns_it_when_it_reads_on
         assert api.dispatcher.num_open == 0
 
 
-class UnreadTransport(asyncio.Transport):
-    """Holds what its peer has not read yet."""
-
-    def __init__(self):
-        super().__init__()
-        self.unread_bytes = 100_000
-        self.is_aborted = False
-
-    def get_write_buffer_size(self):
-        return self.unread_bytes
-
-    def abort(self):
-        self.is_aborted = True
-
-
-def test_a_client_that_reads_slowly_is_waited_for_until_it_stops(monkeypatch):
-    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 1e6)
-
-    async def main(loop):
-        def passed(seconds):
-            done = loop.create_future()
-            loop.call_later(seconds, done.set_result, None)
-            return done
-
-        config = uvicorn.Config(lambda: None, ws="none", log_config=None)
-        transport = UnreadTransport()
-        connection = http_connection.BoundedConnection(config, ServerState(), {}, loop)
-        connection.connection_made(transport)
-        connection.pause_writing()
-        for _ in range(5):
-            transport.unread_bytes -= 1
-            await passed(http_connection.READ_TIMEOUT_S)
-        connection.resume_writing()
-        await passed(3 * http_connection.READ_TIMEOUT_S)
-        assert not transport.is_aborted
-        connection.pause_writing()
-        await passed(1.1 * http_connection.READ_TIMEOUT_S)
-        assert transport.is_aborted
-
-    virtual_loop.run(main)
-
-
 def test_a_line_of_uvicorns_has_the_values_that_it_names(caplog):
     async def main(loop):
         config = uvicorn.Config(lambda: None, ws="none", log_config=None)
