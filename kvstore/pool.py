@@ -240,6 +240,11 @@ class HostPool:
         self._leases[lease.lease_id] = lease
         return lease
 
+    def require_lease(self, lease_id: int) -> None:
+        """Raises LeaseExpiredError if a lease has ended: what it held may be somebody else's."""
+        if lease_id not in self._leases:
+            raise LeaseExpiredError(f"lease {lease_id} has ended")
+
     def end(self, lease_id: int) -> None:
         """End a lease. Twice is once."""
         lease = self._leases.pop(lease_id, None)

@@ -6,10 +6,11 @@ import pytest
 
 from base.block_hash import BlockHash
 from base.config import TransferConfig
+from base.errors import LeaseExpiredError
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
 from kvstore.service import StoreService
-from kvstore.store import MAX_PUT_BLOCKS, Store
+from kvstore.store import LEASE_S, MAX_PUT_BLOCKS, Store
 from protos import kvstore_pb2 as pb
 from tests.effort import counting
 from tests.kvstore.cluster import chain_of, running_cluster, save
@@ -21,9 +22,13 @@ CHAIN = [BlockHash(number.to_bytes(16, "little")) for number in range(NUM_BLOCKS
 
 
 @pytest.fixture
-async def store():
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+async def store(clock):
     """A store that has all of the chain."""
-    clock = ManualClock()
     async with TransferAgent("s", 1, TransferConfig(transports=("tcp",)), clock) as agent:
         store = Store(agent, HostPool(NUM_BLOCKS, BY_NAME["admission"], clock), 4096)
         for end in range(MAX_PUT_BLOCKS, NUM_BLOCKS + 1, MAX_PUT_BLOCKS):
@@ -101,11 +106,28 @@ class Caller:
         return "ipv4:10.0.0.1:1"
 
 
-async def test_a_long_chain_is_read_in_a_turn_of_its_own_and_then_leased(store):
+async def test_a_long_chain_is_read_then_held_and_then_granted_each_in_a_turn_of_its_own(store):
     service = StoreService(store, ManualClock(), lambda: None)
     lines, leased = turns_of(service.Lease(pb.LeaseRequest(hashes=b"".join(CHAIN)), Caller()))
     assert leased.num_blocks == len(leased.grant.offsets) == NUM_BLOCKS
-    assert len(lines) == 2
-    assert max(lines) < 15 * NUM_BLOCKS
+    assert len(lines) == 3
+    assert max(lines) < 13 * NUM_BLOCKS
     await store.release(leased.ticket)
+    store.check()
+
+
+async def test_a_lease_that_runs_out_or_is_cancelled_before_its_grant_holds_and_grants_nothing(store, clock):
+    late, cancelled = store.lease(CHAIN, 0), store.lease(CHAIN, 0)
+    for _ in range(2):
+        late.send(None)
+        cancelled.send(None)
+    assert store.pool.accounts().held == NUM_BLOCKS
+    with pytest.raises(asyncio.CancelledError):
+        cancelled.throw(asyncio.CancelledError())
+    assert store.pool.accounts().held == NUM_BLOCKS
+    clock.advance(LEASE_S)
+    await store.tick()
+    with pytest.raises(LeaseExpiredError):
+        late.send(None)
+    assert store.pool.accounts().held == 0
     store.check()
