@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
+from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.markup import escape
 
@@ -28,6 +29,7 @@ from deploy.api_client import ApiError, read_json
 from deploy.capacity import Offer, needs, offer_of_host, refusal
 from deploy.clusters import Running, chosen, running
 from deploy.config_file import read_cluster_config
+from deploy.doctor_disk import DiskSeen, check_disk, look_at_disk
 from deploy.doctor_processes import Finding, check_processes, look_at_processes, measure_links
 from deploy.plan import LOOPBACK, require_known
 from deploy.ports import taken, wanted_ports
@@ -70,6 +72,10 @@ class Host:
     """Services that are named and do not answer: by what, and where."""
     rails: tuple[str, ...] = ()
     """The NICs that carry each memory of the host."""
+    disk: DiskSeen | None = None
+    """Where nodes keep blocks; None: they keep none here."""
+    weights: str = "smollm2"
+    """The folder of the model's weights, where they are here; else what the configuration calls it."""
 
 
 def main(
@@ -124,10 +130,8 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
     if host.own:
         yield Finding("ok", f"the cluster {host.own} runs, and has its ports")
     else:
-        sizes = {"prefill": config.prefill.nodes, "decode": config.decode.nodes}
-        need = needs(config, os.path.expanduser(config.model))
-        for what in refusal(sizes, need, host.offer, 0).splitlines():
-            yield Finding("wrong", what, "lower kv_cache_gib or nodes")
+        yield from _check_memory(host, config)
+    yield from check_disk(host.disk, config)
     for what in host.busy_ports:
         yield Finding("wrong", what, "end what has it, or set server.http_port and server.grpc_port")
     for named_by, where in host.silent:
@@ -136,6 +140,16 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
         what = "there is no Ray token on this host, and the cluster has several"
         mend = "ray get-auth-token --generate, then copy ~/.ray/auth_token to every host"
         yield Finding("warning", what, mend)
+
+
+def _check_memory(host: Host, config: ClusterConfig) -> Iterator[Finding]:
+    sizes = {"prefill": config.prefill.nodes, "decode": config.decode.nodes}
+    need = needs(config, host.weights)
+    for what in refusal(sizes, need, host.offer, 0).splitlines():
+        yield Finding("wrong", what, "lower kv_cache_gib or nodes")
+    if any(sizes[pool] and not (each.weights or each.gpus) for pool, each in need.items()):
+        what = f"memory was looked at without the weights of {config.model}: it is not known yet how many"
+        yield Finding("warning", what, "`conductor up` counts them once it has fetched or converted them")
 
 
 def check_cluster(status: dict[str, Any]) -> Iterator[Finding]:
@@ -182,8 +196,19 @@ def _look_at_host(config: ClusterConfig, file: Path | None, address: str) -> Hos
         own=str(own) if own else "",
         silent=tuple(service for service in _services(config) if not _answers(service[1])),
         rails=tuple(topology.overview()),
+        disk=look_at_disk(config),
+        weights=_weights_of(config.model),
         ray_token="RAY_AUTH_TOKEN" in os.environ or Path("~/.ray/auth_token").expanduser().exists(),
     )
+
+
+def _weights_of(model: str) -> str:
+    """Return the folder of a model's weights: its own, or that of the hub's cache, if one is there."""
+    path = os.path.expanduser(model)
+    if model.count("/") == 1 and not os.path.exists(path):
+        with contextlib.suppress(OSError, ValueError):
+            return str(snapshot_download(model, local_files_only=True))
+    return path
 
 
 def _clusters(config: ClusterConfig, file: Path | None) -> tuple[Running | None, list[Running]]:

@@ -64,6 +64,23 @@ def test_a_trouble_of_the_host_is_told_with_its_mend(change, config, level, told
     assert first[2]
 
 
+def test_weights_in_the_hubs_cache_are_counted_by_its_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = tmp_path / "cluster.yaml"
+    config.write_text(f"model: some/model\ncache_dir: {tmp_path}\n")
+    uncounted = "memory was looked at without the weights of some/model"
+    assert any(level == "warning" and uncounted in what for level, what in told_by(capsys, "-c", str(config)))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 20, 1 << 20]}}).encode()
+    there = tmp_path / "hub/models--some--model"
+    (there / "refs").mkdir(parents=True)
+    (there / "refs/main").write_text("abc")
+    (there / "snapshots/abc").mkdir(parents=True)
+    (there / "snapshots/abc/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    found = told_by(capsys, "-c", str(config))
+    assert any(level == "wrong" and "(weights 4096.0, KV" in what for level, what in found)
+    assert not any(uncounted in what for _, what in found)
+
+
 def test_what_nics_carry_each_memory_is_told_where_rdma_is_allowed():
     host = dataclasses.replace(HEALTHY, rails=("host memory: a (same NUMA node); b stand by",))
     told = "RDMA of host memory: a (same NUMA node); b stand by"
