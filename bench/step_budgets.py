@@ -3,9 +3,9 @@
 Two GPUs of one profile serve each load at rising rates, and goodput is the rate at which 90 % of all requests
 are within 2 s and a bound on TPOT: two nodes of both roles, with budgets and with whole chunks of any length;
 and one prefill node and one decode node, whose roles follow the load or are fixed. Sixteen serve the
-conversation trace. Of the burst it is the share that was served. Arrivals are one Poisson sequence, stretched
-to each rate, so that more requests a second are never an easier sequence. `--out` keeps all of it, and what
-the file has of other loads and shapes.
+conversation trace. No node has a store, as those of `bench.step_budgets_live` have none. Of the burst it is
+the share that was served. Arrivals are one Poisson sequence, stretched to each rate, so that more requests a
+second are never an easier sequence. `--out` keeps all of it, and what the file has of other loads and shapes.
 
 Of a run no more is kept than what is said of it, so that it takes as much memory as its longest run.
 
@@ -152,6 +152,11 @@ def burst(peak: float, seconds: float = 300.0) -> Trace:
         number = len(rows)
         rows.append(TraceRequest(at_s, 8_000, 1_000, range(number * 125, number * 125 + 125)))
     return Trace("burst", BLOCK, rows)
+
+
+def cost_of(profile: str) -> CostModel:
+    """Return the costs of nodes as they are measured live: without a store."""
+    return CostModel(load_profile(profile).without_store())
 
 
 def run(
@@ -302,7 +307,7 @@ def main() -> None:
     parser.add_argument("--shapes", help="default: those of two nodes, and of 16 for the conversation trace")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    cost = CostModel(load_profile(options.profile))
+    cost = cost_of(options.profile)
     rows: list[dict[str, Any]] = []
     if options.out and options.out.exists():
         rows = json.loads(options.out.read_text())["rows"]
