@@ -146,16 +146,16 @@ class StepCorrection:
         self._logs = [0.0, 0.0]
         self._seen = [0, 0]
 
-    def observe(self, has_chunks: bool, predicted_s: float, measured_s: float) -> None:
-        """Learn from one step. Seconds that are not more than 0 say nothing."""
+    def observe(self, has_chunks: bool, predicted_s: float, measured_s: float, steps: int = 1) -> None:
+        """Learn from one step, or from several alike. Seconds that are not more than 0 say nothing."""
         if predicted_s <= 0 or measured_s <= 0:
             return
         low, high = RATIO_LIMITS
-        known = self._logs[has_chunks]
-        off = math.log(min(high, max(low, measured_s / predicted_s))) - known
-        self._seen[has_chunks] += 1
-        gain = max(GAIN, 1 / self._seen[has_chunks])
-        self._logs[has_chunks] += gain * min(OUTLIER, max(-OUTLIER, off))
+        log_ratio = math.log(min(high, max(low, measured_s / predicted_s)))
+        known, seen = self._logs[has_chunks], self._seen[has_chunks]
+        for number in range(seen + 1, seen + steps + 1):
+            known += max(GAIN, 1 / number) * min(OUTLIER, max(-OUTLIER, log_ratio - known))
+        self._logs[has_chunks], self._seen[has_chunks] = known, seen + steps
 
     def ratio(self, has_chunks: bool) -> float:
         """Return what to multiply a prediction with: the other kind's, until there was one of this kind."""

@@ -46,5 +46,5 @@ class StepsLearned:
         has_chunks, expected_s, beside_s = segment
         before, self._num_steps = self._num_steps, self._num_steps + steps
         observed = steps if has_chunks else self._num_steps // OBSERVED_STEPS - before // OBSERVED_STEPS
-        for _ in range(observed):
-            self._correction.observe(has_chunks, expected_s, expected_s + beside_s)
+        if observed > 0:
+            self._correction.observe(has_chunks, expected_s, expected_s + beside_s, observed)
