@@ -24,9 +24,9 @@ def bits_of(mask: int, limit: int | None = None) -> list[int]:
     """Return the node numbers in a mask, ascending, `limit` of them at most."""
     nodes: list[int] = []
     while mask and len(nodes) != limit:
-        lowest = mask & -mask
-        nodes.append(lowest.bit_length() - 1)
-        mask ^= lowest
+        rest = mask & (mask - 1)
+        nodes.append((mask ^ rest).bit_length() - 1)
+        mask = rest
     return nodes
 
 
@@ -92,9 +92,12 @@ class LoadOrder:
     def _walk(self, mask: int) -> int | None:
         """Return the first of `mask` in the order."""
         if len(self._ordered_nodes) > WALKED * mask.bit_count():
-            known = [(self.values[node], node) for node in bits_of(mask) if node in self.values]
-            self.num_probes += len(known)
-            return min(known)[1] if known else None
+            best, values = None, self.values
+            self.num_probes += mask.bit_count()
+            for node in bits_of(mask):
+                if node in values and (best is None or values[node] < values[best]):
+                    best = node
+            return best
         for probes, node in enumerate(self._ordered_nodes, 1):
             if mask >> node & 1:
                 self.num_probes += probes
