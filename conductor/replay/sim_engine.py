@@ -245,7 +245,7 @@ class SimEngine:
         has_passed = False
         if self._prompts or (self._queue and self._known.first(self._queue) is not None):
             has_passed = self._take_chunks(now_s, foreseen_s)
-        else:
+        elif self.joining:
             self._admit()
         self._num_starved = self._num_starved + 1 if has_passed else 0
         if self._chunks:
@@ -280,7 +280,7 @@ class SimEngine:
         else:
             step_s = self._cost.decode_step_s(batch, context_tokens)
         self._first_s = beside_s + step_s
-        self._learned.begins(any(tokens > 1 for _, tokens in self._chunks), step_s, beside_s)
+        self._learned.begins(work.new_tokens > 0, step_s, beside_s)
         waits_for_nobody = not (self.batch or self.joining) or self._budget_cost is None
         is_alone = len(self._chunks) == 1 and not self._launches_ahead
         if is_alone and tokens == self._budget and not beside_s and waits_for_nobody:
@@ -368,9 +368,10 @@ class SimEngine:
             return
         steps, self._steps = self._steps, 0
         self._is_between_steps = True
-        self._slack.stepped()
-        # what engines learn from the last of them comes after the next is planned, if that is launched ahead
-        self._learned.until(steps - self._launches_ahead)
+        if self._budget_cost is not None:
+            self._slack.stepped()
+            # what engines learn from the last of them comes after the next is planned if launched ahead
+            self._learned.until(steps - self._launches_ahead)
         if self._chunks:
             self.busy_s += now_s - self._started_at_s
         self._started_at_s = now_s
@@ -438,13 +439,15 @@ class SimEngine:
         request.finish_step = self._step + request.steps_left
         request.joined_at_s = self._started_at_s
         request.first_segment = self._segments.next_number
-        self._slack.joined(request, self._step, is_new)
+        if self._budget_cost is not None:
+            self._slack.joined(request, self._step, is_new)
         heappush(self._running, (request.finish_step, request.join_number, request))
         return True
 
     def _leave(self, request: SimRequest) -> None:
         """Take a sequence out of the batch and note its gaps so far."""
-        self._slack.left(request)
+        if self._budget_cost is not None:
+            self._slack.left(request)
         request.join_number = 0
         steps_left = request.finish_step - self._step
         steps = request.steps_left - steps_left
