@@ -20,9 +20,12 @@ class PassedTime:
             step_s: Seconds of a step by the profile; 0: nobody decodes.
             share: Of the node's time, for prompts.
         """
-        if now_s < self._at_s:
+        passed_s = now_s - self._at_s
+        if passed_s < 0:
             return
-        self._steps, self._prompt_s = self.steps_at(now_s), self.prompt_s_at(now_s)
+        if self._step_s:
+            self._steps += passed_s / self._step_s
+        self._prompt_s += passed_s * self._share
         self._at_s, self._step_s, self._share = now_s, step_s, share
 
     def steps_at(self, now_s: float) -> float:

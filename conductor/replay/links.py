@@ -69,11 +69,6 @@ class Flow:
     version: int = 0
 
     @property
-    def is_slowed(self) -> bool:
-        """Whether it has less than its limit."""
-        return self.ends_at_count < inf
-
-    @property
     def rate(self) -> float:
         """Bytes a second, while it runs."""
         assert self.lane is not None
@@ -226,7 +221,7 @@ class Links:
         lane = flow.lane
         if lane is None:
             return
-        if flow.is_slowed:
+        if flow.ends_at_count < inf:
             lane.count(now_s)
             self.bytes_moved -= lane.left_of(flow)
         else:
@@ -237,7 +232,7 @@ class Links:
     def _leave(self, flow: Flow, lane: FlowLane) -> None:
         """Take a flow out; who shares its links gets nothing yet."""
         flow.version += 1
-        rate, is_slowed = flow.rate, flow.is_slowed
+        rate, is_slowed = flow.rate, flow.ends_at_count < inf
         lane.remove(flow)
         for link, other in ((flow.sender, flow.receiver), (flow.receiver, flow.sender)):
             link.num_flows -= 1
