@@ -144,8 +144,7 @@ class LruCache:
             self._by_use.pop(run, None)
             self._evicted_first.pop(run, None)
         before = sum(len(run.keys) for run in path[:first])
-        end = before + sum(len(run.keys) for run in path[first:])
-        last.keys, last.parent = chain[before:end], path[first].parent
+        last.keys, last.parent = chain[before:], path[first].parent
         self._by_first[last.keys[0]] = last
         return [*path[:first], last]
 
