@@ -377,21 +377,16 @@ class Scheduler:
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
-            if sequence.num_plannable_tokens and self._grow(sequence):
-                self._plan_entry(sequence, step, entries)
-        for sequence in self._admit(step, under_way):
-            self._plan_entry(sequence, step, entries)
+            can_go_on = sequence.num_plannable_tokens and self._grow(sequence)
+            if can_go_on and (num_tokens := self._share(sequence, step)):
+                entries.append(self._entry(sequence, num_tokens))
+        entries += self._admit(step, under_way)
         return entries
 
-    def _plan_entry(self, sequence: Sequence, step: BudgetedStep, entries: list[StepEntry]) -> None:
-        num_tokens = self._share(sequence, step)
-        if num_tokens:
-            entries.append(self._entry(sequence, num_tokens))
+    def _admit(self, step: BudgetedStep, under_way: tuple[StepEntry, ...]) -> Iterator[StepEntry]:
+        """Move the waiting sequences that can start in this step to the running ones, and plan them.
 
-    def _admit(self, step: BudgetedStep, under_way: tuple[StepEntry, ...]) -> Iterator[Sequence]:
-        """Move the waiting sequences that can start in this step to the running ones.
-
-        Each is planned before the next one is asked for."""
+        One that gets nothing of it goes on waiting: it will find what others have computed by then."""
         short_of_blocks = is_held_up = False
         self._pool.num_promised = 0
         for sequence in list(self._waiting):
@@ -409,7 +404,10 @@ class Scheduler:
                 if is_held_up:
                     continue
                 self._match_prefix(sequence)
-            if self._num_missing_blocks(sequence) > self._pool.num_available:
+            num_tokens = 0
+            if self._num_missing_blocks(sequence) <= self._pool.num_available:
+                num_tokens = 1 if sequence.swapped is not None else self._share(sequence, step)
+            if not num_tokens:
                 if not held:
                     self._give_back(sequence)
                 if not short_of_blocks:
@@ -417,7 +415,7 @@ class Scheduler:
                 short_of_blocks = True
                 continue
             self._start(sequence)
-            yield sequence
+            yield self._entry(sequence, num_tokens)
 
     def _admit_first(self) -> list[Sequence]:
         """Start the first in rank by taking a place and blocks from others; for when nothing else can run."""

@@ -73,7 +73,7 @@ class SimEngine:
             on_finished: Called with a sequence that had its last token.
         """
         self.on_look: Callable[[SimRequest, list[Chunk]], None] | None = None
-        """Called, when a step is planned ahead, with a prompt that may begin in it and the chunks before."""
+        """Called with a prompt that may begin in a step and, if that is planned ahead, the chunks before."""
         self.capacity_tokens = cost.profile.device_kv_tokens
         self.num_preemptions = 0
         self.busy_s = 0.0
@@ -302,6 +302,14 @@ class SimEngine:
             return False
         step = self._budgeted_step(foreseen_s)
         self._budget = step.tokens_left
+        self._share_out(step, now_s)
+        if not (self._chunks or self.batch) and self._known.until_step == inf:
+            step = BudgetedStep(step.tokens_left)  # nobody decodes after all: who was to has no place
+            self._share_out(step, now_s)
+        return step.has_passed
+
+    def _share_out(self, step: BudgetedStep, now_s: float) -> None:
+        """Let prompts take of a step: those let in, and of others those that fit and get something."""
         for request in self._prompts:
             self._take_chunk(request, step)
         joining = self.joining
@@ -315,19 +323,16 @@ class SimEngine:
             held = self.context_tokens + self.prompt_tokens + sum(map(_context, joining))
             if held and held + prompt.num_tokens > self.capacity_tokens:
                 break
-            self._take_chunk(self._let_in(prompt, now_s), step)
+            if self._known.until_step == inf and self.on_look is not None:
+                self.on_look(prompt, [])
+            if (tokens := _share(prompt.num_tokens - prompt.prefix_tokens, prompt.prefix_tokens, step)) == 0:
+                break  # it will find what others have computed by then
+            self._let_in(prompt, now_s)
+            self._chunks.append((prompt, min(tokens, prompt.num_tokens - prompt.computed_tokens)))
         self._admit()
-        if not (self._chunks or self.batch) and self._known.until_step == inf:
-            step = BudgetedStep(step.tokens_left)  # nobody decodes after all: who was to has no place
-            for request in self._prompts:
-                self._take_chunk(request, step)
-        return step.has_passed
 
     def _take_chunk(self, request: SimRequest, step: BudgetedStep) -> None:
-        left = request.num_tokens - request.computed_tokens
-        # one token is computed as of a sequence that decodes: beside any chunk
-        tokens = 1 if left == 1 else step.take(left, request.computed_tokens)
-        if tokens:
+        if tokens := _share(request.num_tokens - request.computed_tokens, request.computed_tokens, step):
             self._chunks.append((request, tokens))
 
     def _budgeted_step(self, now_s: float) -> BudgetedStep:
@@ -479,3 +484,8 @@ def _joined(entry: tuple[int, int, SimRequest]) -> int:
 
 def _context(request: SimRequest) -> int:
     return request.context_tokens
+
+
+def _share(wanted: int, computed: int, step: BudgetedStep) -> int:
+    """Return what a step computes of a prompt; one token as of a sequence that decodes: beside any chunk."""
+    return 1 if wanted == 1 else step.take(wanted, computed)

@@ -252,3 +252,12 @@ def test_long_prompts_are_a_step_each_and_short_ones_are_one(tokens: int, num_st
     plans = list(iter(bench.step, None))
     assert len(plans) == num_steps
     assert len(bench.last_at_s) == 2
+
+
+def test_a_prompt_that_waits_for_another_finds_what_that_has_computed() -> None:
+    bench, shared = TimedBench(), [1] * 160
+    for number in range(2):
+        bench.scheduler.add(make_sequence(f"prompt {number}", shared + [2 + number] * 40, 1))
+    plans = list(iter(bench.step, None))
+    chunks = [[(entry.start, entry.num_tokens) for entry in plan.entries] for plan in plans]
+    assert chunks == [[(0, 200)], [(160, 40)]]

@@ -163,8 +163,16 @@ def test_chunks_that_are_computed_are_found_while_the_rest_of_their_prompt_is_no
     rows = [TraceRequest(0.0, 5_120, 2, range(10)), TraceRequest(first_s, 5_120, 2, range(10))]
     trace = Trace("twice", 512, rows)
     # the second begins beside the rest of the first, when that has two chunks of three
-    assert list(run(trace, "1P1D", chunk_tokens=2_048).outcomes.prefix_tokens) == [0, 4_096]
+    shared = run(trace, "1P1D", chunk_tokens=2_048, step_budgets=False)
+    assert list(shared.outcomes.prefix_tokens) == [0, 4_096]
     assert list(run(trace, "1P1D").outcomes.prefix_tokens) == [0, 5_119]
+
+
+def test_a_prompt_that_waits_for_the_rest_of_another_finds_that_too() -> None:
+    first_s = COST.step.with_chunks_s(2_048, 2_048**2, 0, 0) + COST.beside_chunks_s(5_120, 0)
+    rows = [TraceRequest(0.0, 5_120, 2, range(10)), TraceRequest(first_s, 5_120, 2, range(10))]
+    cluster = run(Trace("twice", 512, rows), "1P1D", chunk_tokens=2_048)
+    assert list(cluster.outcomes.prefix_tokens) == [0, 5_119]
 
 
 def test_prompts_share_the_steps_of_a_prefill_node_that_has_chunks() -> None:
