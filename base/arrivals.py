@@ -135,8 +135,8 @@ class _Handshake(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.has_spoken.set()
-        if self._tls is not None:
-            self._tls.connection_lost(exc)
+        if self._tls is not None:  # which may learn in this turn that it has the transport
+            asyncio.get_running_loop().call_soon(self._tls.connection_lost, exc)
 
     def _pass(self, _: object = None) -> None:
         said, self._num_bytes = self._buffer[: self._num_bytes], 0

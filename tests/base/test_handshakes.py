@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import ssl
 import struct
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -44,12 +46,14 @@ class Said(asyncio.Protocol):
 class Listening:
     """A listener with TLS, the connections that it made, and how often handshakes went on in each turn."""
 
-    def __init__(self, authority, is_mutual=False):
+    def __init__(self, authority, is_mutual=False, limit=NUM_PEERS):
         tls = authority.issue("server", ca=is_mutual)
         self.context = Certificates(tls, "tls").context()
         self.context.sslobject_class = self._counted()
-        self.arrivals = OpenConnections(NUM_PEERS)
+        self.arrivals = OpenConnections(limit)
         self.made = []
+        self.kept = weakref.WeakSet()
+        """What OpenSSL keeps of handshakes and connections."""
         self.turn, self.went_on = 0, Counter()
 
     def _counted(self):
@@ -57,6 +61,7 @@ class Listening:
 
         class Counted(ssl.SSLObject):
             def do_handshake(self):
+                listening.kept.add(self)
                 listening.went_on[listening.turn] += 1
                 super().do_handshake()
 
@@ -181,5 +186,28 @@ def test_who_leaves_anywhere_in_a_handshake_leaves_no_place_taken(run, seed, tmp
                 leave(peer)
             await listening.turns_until(lambda: len(listening.arrivals) == 0)
         assert all(each.is_lost for each in listening.made)
+
+    run(crowd())
+
+
+@LOOPS
+def test_nothing_is_kept_of_a_handshake_that_made_room_as_it_began(run, tmp_path):
+    authority = Authority(tmp_path)
+    said = hello(authority)
+
+    async def crowd():
+        async with Listening(authority, limit=1) as listening:
+            with contextlib.ExitStack() as opened:
+                for number in range(NUM_PEERS):
+                    peer = opened.enter_context(socket.create_connection(listening.address))
+                    peer.sendall(said)
+                    for _ in range(number % 8):
+                        await asyncio.sleep(0)
+                await listening.turns_until(lambda: listening.went_on)
+            await listening.turns_until(lambda: not listening.arrivals)
+            for _ in range(NUM_PEERS):
+                await asyncio.sleep(0)
+            gc.collect()
+            assert not listening.kept
 
     run(crowd())
