@@ -231,11 +231,19 @@ class TlsListener:
             if secured is None:
                 handshake.abort()
         if secured is not None:
-            protocol = self._make()  # it takes the place
-            secured.set_protocol(protocol)
+            self._begin(secured, bytes(early.said))
+
+    def _begin(self, secured: asyncio.Transport, said: bytes) -> None:
+        """Make the protocol of a connection, which takes the place, and loses it if it fails."""
+        protocol = self._make()
+        secured.set_protocol(protocol)
+        try:
             protocol.connection_made(secured)
-            if early.said:
-                protocol.data_received(bytes(early.said))
+            if said:
+                protocol.data_received(said)
+        except BaseException:
+            secured.abort()
+            raise
 
     async def _secure(self, handshake: _Handshake, early: asyncio.Protocol) -> asyncio.Transport | None:
         """Return the transport of a handshake that has ended; None: its peer is gone."""

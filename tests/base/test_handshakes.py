@@ -46,12 +46,13 @@ class Said(asyncio.Protocol):
 class Listening:
     """A listener with TLS, the connections that it made, and how often handshakes went on in each turn."""
 
-    def __init__(self, authority, is_mutual=False, limit=NUM_PEERS):
+    def __init__(self, authority, is_mutual=False, limit=NUM_PEERS, make=Said):
         tls = authority.issue("server", ca=is_mutual)
         self.context = Certificates(tls, "tls").context()
         self.context.sslobject_class = self._counted()
         self.arrivals = OpenConnections(limit)
         self.made = []
+        self._make_one = make
         self.kept = weakref.WeakSet()
         """What OpenSSL keeps of handshakes and connections."""
         self.turn, self.went_on = 0, Counter()
@@ -68,7 +69,7 @@ class Listening:
         return Counted
 
     def _make(self):
-        self.made.append(Said())
+        self.made.append(self._make_one())
         return self.made[-1]
 
     async def __aenter__(self):
@@ -211,3 +212,45 @@ def test_nothing_is_kept_of_a_handshake_that_made_room_as_it_began(run, tmp_path
             assert not listening.kept
 
     run(crowd())
+
+
+class Refuses(Said):
+    """A connection that fails at what is said."""
+
+    def data_received(self, data):
+        super().data_received(data)
+        raise ValueError("a bug")
+
+
+@LOOPS
+def test_who_fails_at_what_is_said_with_the_end_of_a_handshake_is_closed(run, tmp_path):
+    authority = Authority(tmp_path)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = dialling_context(authority.issue("client"), "tls")()
+    client = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+
+    def goes_on(peer):
+        with contextlib.suppress(BlockingIOError):
+            incoming.write(peer.recv(1 << 16))
+        try:
+            client.do_handshake()
+        except ssl.SSLWantReadError:
+            has_ended = False
+        else:
+            has_ended = True
+            client.write(b"early")
+        peer.sendall(outgoing.read())
+        return has_ended
+
+    async def talk():
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        async with Listening(authority, make=Refuses) as listening:
+            with socket.create_connection(listening.address) as peer:
+                peer.setblocking(False)
+                await listening.turns_until(lambda: goes_on(peer))
+                await listening.turns_until(lambda: listening.made and listening.made[0].said == b"early")
+                await listening.turns_until(lambda: listening.made[0].is_lost)
+                assert peer.recv(1 << 16)  # tickets
+                assert not peer.recv(1)
+
+    run(talk())
