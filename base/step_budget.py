@@ -14,7 +14,8 @@ Prompts of one step end together. Where nobody decodes, one more joins it if tha
     those in the step x (its seconds with the prompt - its seconds without)
         <= BUSY x those left x (the seconds of two steps - those of one)
 
-Of short prompts, several take little longer than one; of long ones, each would wait for the last.
+Of short prompts, several take little longer than one; of long ones, each would wait for the last. What a step
+is padded with saves nothing, but where more are left than this one they fill it.
 
 * Who names no bound has a target instead: no gap longer than TARGET_GAP_S, or than twice a step without
   prompts where that is more. 50 ms are 20 tokens a second, three times as fast as people read; and where a
@@ -33,6 +34,8 @@ The engine's scheduler and replay's engine ask here, each with its own account o
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -198,10 +201,12 @@ class BudgetedStep:
     def _joining(self, cost: StepCost, most: int, prefix: int) -> int:
         """Return `most`, or 0 where those in the step would wait longer for it than it saves."""
         with_s = self._seconds(cost, most, prefix)
-        alone_s = cost.with_chunks_s(most, attended_by(most, prefix), 0, 0)
-        later_s, saved_s = with_s - self._taken_s, self._taken_s + alone_s - with_s
-        if self._num_taken * later_s > BUSY * self._num_left * saved_s:
-            return 0
+        if self._num_taken:
+            counted = cost if self._num_left == 1 else _unpadded(cost)
+            alone_s = counted.with_chunks_s(most, attended_by(most, prefix), 0, 0)
+            saved_s = self._seconds(counted, 0, 0) + alone_s - self._seconds(counted, most, prefix)
+            if self._num_taken * (with_s - self._taken_s) > BUSY * self._num_left * saved_s:
+                return 0
         self._taken_s = with_s
         return most
 
@@ -256,3 +261,8 @@ class BudgetedStep:
             else:
                 high = middle - 1
         return low
+
+
+@lru_cache(maxsize=16)
+def _unpadded(cost: StepCost) -> StepCost:
+    return replace(cost, step_tokens=())

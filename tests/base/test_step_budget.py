@@ -187,6 +187,23 @@ def test_a_bound_is_lost_where_steps_without_prompts_would_not_keep_it(
     assert is_lost(left_s, gaps_left, mean_s, empty_s) == (gaps_left * empty_s > last_due_s)
 
 
+def line_s(tokens: int, cost: StepCost | None) -> float:
+    """Return the seconds in which 200 such prompts are computed, of which steps take what `cost` allows."""
+    line, seconds = [tokens] * 200, 0.0
+    while line:
+        step = BudgetedStep(8192, cost, num_prompts=len(line))
+        taken = [step.take(left, tokens - left) for left in line]
+        attended = sum(took * (took + 2.0 * (tokens - left)) for took, left in zip(taken, line, strict=True))
+        seconds += COST.with_chunks_s(sum(taken), attended, 0, 0)
+        line = [left - took for took, left in zip(taken, line, strict=True) if took < left]
+    return seconds
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 200, 256, 400, 700, 1024])
+def test_a_long_line_of_prompts_is_served_about_as_fast_as_in_full_steps(tokens: int) -> None:
+    assert line_s(tokens, COST) < 1.05 * line_s(tokens, None)
+
+
 def test_who_names_no_bound_has_a_target_that_leaves_prompts_half_of_a_slow_machine() -> None:
     assert target_gap_s(0.006) == TARGET_GAP_S
     assert target_gap_s(0.2) == 0.4
