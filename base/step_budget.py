@@ -39,7 +39,7 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from base.step_cost import StepCost
+from base.step_cost import StepCost, attended_by
 
 TARGET_GAP_S = 0.05
 """Longest gap of a sequence that names no bound."""
@@ -117,11 +117,6 @@ def is_lost(left_s: float, gaps_left: int, mean_s: float, empty_step_s: float) -
     return left_s + KEPT_MEAN * mean_s * (gaps_left - 1) < empty_step_s * gaps_left
 
 
-def attended_by(tokens: int, prefix: int) -> float:
-    """Return what `StepCost` counts as attended to by a chunk of so many tokens after a prefix."""
-    return tokens * (tokens + 2.0 * prefix)
-
-
 class BudgetedStep:
     """One step, while prompts take their shares of it in turn."""
 
@@ -136,7 +131,6 @@ class BudgetedStep:
         "_num_left",
         "_num_taken",
         "_starves_in",
-        "_taken_s",
         "has_passed",
         "tokens_left",
     )
@@ -171,7 +165,6 @@ class BudgetedStep:
         self._attended = 0.0
         self._num_left = num_prompts
         self._num_taken = 0
-        self._taken_s = 0.0
         self._is_full = False
 
     @property
@@ -200,15 +193,13 @@ class BudgetedStep:
 
     def _joining(self, cost: StepCost, most: int, prefix: int) -> int:
         """Return `most`, or 0 where those in the step would wait longer for it than it saves."""
-        with_s = self._seconds(cost, most, prefix)
-        if self._num_taken:
-            counted = cost if self._num_left == 1 else _unpadded(cost)
-            alone_s = counted.with_chunks_s(most, attended_by(most, prefix), 0, 0)
-            saved_s = self._seconds(counted, 0, 0) + alone_s - self._seconds(counted, most, prefix)
-            if self._num_taken * (with_s - self._taken_s) > BUSY * self._num_left * saved_s:
-                return 0
-        self._taken_s = with_s
-        return most
+        if not self._num_taken:
+            return most
+        later_s = self._seconds(cost, most, prefix) - self._seconds(cost, 0, 0)
+        counted = cost if self._num_left == 1 else _unpadded(cost)
+        alone_s = counted.with_chunks_s(most, attended_by(most, prefix), 0, 0)
+        saved_s = self._seconds(counted, 0, 0) + alone_s - self._seconds(counted, most, prefix)
+        return 0 if self._num_taken * later_s > BUSY * self._num_left * saved_s else most
 
     def _fitting(self, cost: StepCost, most: int, prefix: int) -> int:
         """Return the most tokens that end in time; 0 where so few are not worth beginning a chunk."""

@@ -128,6 +128,11 @@ class StepCost:
         return self.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
 
 
+def attended_by(tokens: int, prefix: int) -> float:
+    """Return what a chunk of so many tokens after a prefix attends to, as `with_chunks_s` counts it."""
+    return tokens * (tokens + 2.0 * prefix)
+
+
 def hit_share(expert_share: float, num_tokens: float) -> float:
     """Return the share of a layer's experts that so many tokens go to, each to `expert_share` of them."""
     return 1.0 - (1.0 - expert_share) ** num_tokens if expert_share else 0.0

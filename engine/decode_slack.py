@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from base.step_budget import KEPT_MEAN, DecodeLoad, is_lost, longest_left_s
-from base.step_cost import StepCorrection, StepCost
+from base.step_cost import StepCorrection, StepCost, attended_by
 from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
 
@@ -72,7 +72,7 @@ def predicted_step_s(plan: StepPlan, cost: StepCost) -> float:
     context_tokens = sum(entry.start for entry in singles)
     if not chunks:
         return cost.decode_step_s(len(singles), context_tokens)
-    attended = sum(entry.num_tokens * (entry.num_tokens + 2 * entry.start) for entry in chunks)
+    attended = sum(attended_by(entry.num_tokens, entry.start) for entry in chunks)
     num_tokens = sum(entry.num_tokens for entry in chunks)
     return cost.with_chunks_s(num_tokens, attended, len(singles), context_tokens)
 

@@ -404,15 +404,17 @@ class Scheduler:
                 if is_held_up:
                     continue
                 self._match_prefix(sequence)
-            num_tokens = 0
-            if self._num_missing_blocks(sequence) <= self._pool.num_available:
-                num_tokens = 1 if sequence.swapped is not None else self._share(sequence, step)
-            if not num_tokens:
+            if self._num_missing_blocks(sequence) > self._pool.num_available:
                 if not held:
                     self._give_back(sequence)
                 if not short_of_blocks:
                     self._pool.num_promised = self._num_missing_blocks(sequence)
                 short_of_blocks = True
+                continue
+            num_tokens = 1 if sequence.swapped is not None else self._share(sequence, step)
+            if not num_tokens:
+                if not held:
+                    self._give_back(sequence)
                 continue
             self._start(sequence)
             yield self._entry(sequence, num_tokens)

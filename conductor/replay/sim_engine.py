@@ -349,8 +349,8 @@ class SimEngine:
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
         if self._budget_cost is None:
             return BudgetedStep(most)
-        num_prompts = len(self._prompts) + len(self._known.among(self._queue))
         if not batch:
+            num_prompts = len(self._prompts) + len(self._known.among(self._queue))
             return BudgetedStep(most, self._budget_cost, num_prompts=num_prompts)
         ratio = self._learned.ratio
         empty_s = self._cost.decode_step_s(batch, context_tokens) * ratio(False)

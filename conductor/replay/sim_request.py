@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from base.request import NodeId, RequestId, Slo
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
+from base.step_cost import attended_by
 from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest
 from conductor.placing.retries import Retries
 from conductor.replay.chains import JoinedChain
@@ -178,5 +179,5 @@ def work_of(chunks: list[tuple[SimRequest, int]]) -> ChunkWork:
             single_context += request.computed_tokens
         else:
             new_tokens += tokens
-            attended += tokens * (tokens + 2 * request.computed_tokens)
+            attended += attended_by(tokens, request.computed_tokens)
     return ChunkWork(new_tokens, attended, num_single, single_context, beside_s)
