@@ -35,7 +35,15 @@ from engine.kernels.decode_parts import (
 )
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
 from engine.kernels.paged_layer import kernel_constants, require_new_rows, require_paged_layer
-from engine.kernels.scaled_rows import SCALE_WIDTH, _multiplied, _scaled, _stored
+from engine.kernels.scaled_rows import (
+    SCALE_WIDTH,
+    _load_rows,
+    _load_values,
+    _mixed_in_two,
+    _multiplied,
+    _scaled,
+    _stored,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 """exp(x) = exp2(x * LOG2_E); the device has exp2 as one instruction."""
@@ -144,6 +152,7 @@ def paged_decode(
         rule.soft_cap, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:4],
         0 if scales is None else scales.stride(0), block_tables.stride(0), **constants, TILE=tiles.tokens,
         ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
+        ON_DEVICE=query.is_cuda,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlap,
     )  # fmt: skip
     join_pieces(partial, log_sums, parts, output, sinks, **overlapping(query.device))
@@ -201,6 +210,53 @@ def _with_sinks(mixed, total, highest, sinks, mask, SINKS: tl.constexpr):
 
 
 @triton.jit
+def _in_base_2(scores, factor, soft_cap, SOFT_CAP: tl.constexpr):
+    """Return scores times `factor`, capped where the rule says so, and times log2(e)."""
+    if SOFT_CAP:
+        # tanh(x) = 2 sigmoid(2x) - 1
+        scores = soft_cap * (2.0 * tl.sigmoid(2.0 * factor * scores / soft_cap) - 1.0)
+        factor = 1.0
+    return scores * (factor * LOG2_E)
+
+
+@triton.jit
+def _tile_at(
+    table,  # [max_blocks]
+    start,
+    begin,
+    end,
+    block_stride,
+    token_stride,
+    BEGINS_WITHIN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the block of a tile's tokens, where they lie in the cache, and which are `begin` to `end`.
+
+    They lie at a place and at a row from there each. A token that is not of these lies where the nearest of
+    these does: to mask each number takes more instructions, and what lies elsewhere may be NaN."""
+    tokens = tl.arange(0, TILE)
+    at = start + tokens
+    seen = at < end
+    if BEGINS_WITHIN or BLOCK_SIZE % TILE != 0:
+        seen = seen & (at >= begin)
+    if BLOCK_SIZE % TILE == 0:
+        # one block, whose place is one number: the tile's own are the same in each turn
+        block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        place = block * block_stride + (start % BLOCK_SIZE) * token_stride
+        row = tokens * token_stride
+        if BEGINS_WITHIN:
+            row = tl.maximum(row, (begin - start) * token_stride)
+        row = tl.minimum(row, (end - 1 - start) * token_stride)
+    else:
+        near = tl.minimum(tl.maximum(at, begin), end - 1)
+        block = tl.load(table + near // BLOCK_SIZE).to(tl.int64)
+        place = 0
+        row = block * block_stride + (near % BLOCK_SIZE) * token_stride
+    return block, place, row, seen
+
+
+@triton.jit
 def _decode_part(
     query,  # [num_seqs, num_heads, DIM]
     key,  # [num_seqs, num_kv_heads, DIM], of the new tokens
@@ -240,6 +296,7 @@ def _decode_part(
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # What a step is made of lies there since before the last kernel: it is read while that one ends.
@@ -250,9 +307,10 @@ def _decode_part(
     at_unit, end_unit, seq = _part_of(parts, part, count)
     first_unit, length = _sequence_of(parts, context_lens, seq, count, num_seqs)
     _await_inputs(OVERLAPS)
+    BEGINS_WITHIN: tl.constexpr = WINDOW > 0 or TILE > UNIT  # a piece may begin within a tile
+    MIXED: tl.constexpr = DIM_PAD // 2 if SCALED else DIM_PAD
     rows = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
-    tokens = tl.arange(0, TILE)
     heads = kv_head * GROUP + rows
     head_mask = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     while at_unit < end_unit:
@@ -267,7 +325,8 @@ def _decode_part(
         q = _multiplied(q, SCALED)
         highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
-        mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        mixed = tl.zeros([GROUP_PAD, MIXED], tl.float32)
+        mixed_odd = tl.zeros([GROUP_PAD, MIXED], tl.float32)
         table = block_tables + seq_at * table_stride
         end = stop
         if ADDED:  # noqa: SIM102 one of the two is known to the compiler
@@ -290,47 +349,40 @@ def _decode_part(
                 begins = new % BLOCK_SIZE == 0
                 k_new = _stored(target, k_new, inside, scale_at, begins, SCALED)
                 v_new = _stored(target + value_stride, v_new, inside, scale_at + 1, begins, SCALED)
-                score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-                if SOFT_CAP:
-                    score = soft_cap * (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0)
-                highest = score * LOG2_E
+                score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
+                highest = _in_base_2(score, scale, soft_cap, SOFT_CAP)
                 total += 1.0
-                mixed += v_new.to(tl.float32)[None, :]
+                v_new = v_new.to(tl.float32)
+                if SCALED:
+                    v_new, v_odd = tl.split(tl.reshape(v_new, [MIXED, 2]))
+                    mixed_odd += v_odd[None, :]
+                mixed += v_new[None, :]
                 end = stop - 1
         if WINDOW > 0:
             begin = tl.maximum(begin, length - WINDOW)
         for start in range(begin // TILE * TILE, end, TILE):
-            at = start + tokens
-            seen = (at >= begin) & (at < end)
-            if BLOCK_SIZE % TILE == 0:
-                # one block, whose place is one number: the tile's own are the same in each turn
-                block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-                row = tokens * token_stride
-                base = kv_cache + block * block_stride + (start % BLOCK_SIZE) * token_stride
-            else:
-                block = tl.load(table + at // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-                row = block * block_stride + (at % BLOCK_SIZE) * token_stride
-                base = kv_cache
-            source = base + kv_head * head_stride + (row[:, None] + dims[None, :])
-            tile_mask = seen[:, None] & (dims < DIM)[None, :]
-            k = tl.load(source, mask=tile_mask, other=0.0)  # [TILE, DIM_PAD]
-            v = tl.load(source + value_stride, mask=tile_mask, other=0.0)  # [TILE, DIM_PAD]
+            block, place, row, seen = _tile_at(
+                table, start, begin, end, block_stride, token_stride, BEGINS_WITHIN, BLOCK_SIZE, TILE
+            )
+            base = kv_cache + place + kv_head * head_stride
+            k = _load_rows(base, row, DIM, DIM_PAD)
+            v = _load_values(base + value_stride, row, DIM, DIM_PAD, SCALED)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [GROUP_PAD, TILE]
-            scores = scores * scale
             scale_at = scales + block * scale_stride + kv_head * SCALE_WIDTH
-            scores = _scaled(scores, scale_at, SCALED)
-            if SOFT_CAP:
-                # tanh(x) = 2 sigmoid(2x) - 1
-                scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+            scores = _in_base_2(scores, _scaled(scale, scale_at, SCALED), soft_cap, SOFT_CAP)
             # every tile holds a position that is seen, so the maximum is finite
-            scores = tl.where(seen[None, :], scores * LOG2_E, float("-inf"))
+            scores = tl.where(seen[None, :], scores, float("-inf"))
             raised = tl.maximum(highest, tl.max(scores, 1))
             weights = tl.exp2(scores - raised[:, None])
             kept = tl.exp2(highest - raised)
             total = total * kept + tl.sum(weights, 1)
-            product = tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-            mixed = mixed * kept[:, None] + _scaled(product, scale_at + 1, SCALED)
+            mixed, mixed_odd = _mixed_in_two(
+                mixed * kept[:, None], mixed_odd * kept[:, None], weights.to(q.dtype), v, scale_at + 1,
+                SCALED, ON_DEVICE,
+            )  # fmt: skip
             highest = raised
+        if SCALED:
+            mixed = tl.interleave(mixed, mixed_odd)
         at_unit = first_unit + tl.cdiv(length - first, UNIT)
         if at_unit >= end_unit:
             _launch_next(OVERLAPS)

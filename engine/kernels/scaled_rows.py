@@ -69,3 +69,62 @@ def _scaled(product, scale_at, SCALED: tl.constexpr):
     if SCALED:
         product = product * tl.load(scale_at)
     return product
+
+
+@triton.jit
+def _load_rows(source, row, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Return rows that begin at `row` [rows] of `source`, [rows, DIM_PAD], zeros behind DIM."""
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    if DIM == DIM_PAD:
+        rows = tl.load(source + (row[:, None] + dims))
+    else:
+        rows = tl.load(source + (row[:, None] + dims), mask=dims < DIM, other=0.0)
+    return rows
+
+
+@triton.jit
+def _load_values(source, row, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SCALED: tl.constexpr):
+    """Return rows as `_load_rows` does; of 8 bits two numbers in one, [rows, DIM_PAD // 2] int16.
+
+    Values are multiplied along their tokens, across the bytes of a row. A device transposes 16 bits at once
+    as it reads them, and single bytes one by one."""
+    if SCALED:
+        rows = _load_rows(source.to(tl.pointer_type(tl.int16)), row // 2, DIM // 2, DIM_PAD // 2)
+    else:
+        rows = _load_rows(source, row, DIM, DIM_PAD)
+    return rows
+
+
+@triton.jit
+def _in_two(pairs, DTYPE: tl.constexpr, ON_DEVICE: tl.constexpr):
+    """Return the numbers of 8 bits in the low and in the high bytes of `pairs`, each of the shape of them."""
+    if ON_DEVICE and tl.float16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def _mixed_in_two(evens, odds, weights, values, scale_at, SCALED: tl.constexpr, ON_DEVICE: tl.constexpr):
+    """Return sums with the weighted values added, as `_load_values` loads those: of 8 bits those in even
+    places and those in odd ones, times their scale; else all of them, and `odds` as it is."""
+    if SCALED:
+        low, high = _in_two(values, weights.dtype, ON_DEVICE)
+        scale = tl.load(scale_at)
+        evens += tl.dot(weights, low, input_precision="ieee") * scale
+        odds += tl.dot(weights, high, input_precision="ieee") * scale
+    else:
+        evens = tl.dot(weights, values.to(weights.dtype), evens, input_precision="ieee")
+    return evens, odds

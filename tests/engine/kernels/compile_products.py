@@ -21,6 +21,7 @@ from engine.kernels import (  # noqa: E402 after the line above
     many_pairs,
     nibble_product,
     one_token_experts,
+    paged_decode,
     paged_latents,
     paged_prefill,
     quantized_product,
@@ -109,7 +110,24 @@ def compile_chunks(parts: int) -> None:
         compile_kernel(kernel, known, num_tokens=1, **joined)
 
 
+def compile_decode(levels: str, dim: int, block_size: int) -> None:
+    """Compile attention of one token each; what is not named here is a number."""
+    is_scaled = int(levels != "*bf16")
+    known = dict.fromkeys(("query", "key", "value", "sinks", "output"), "*bf16") | {"kv_cache": levels}
+    known |= {"scales": "*fp32" if is_scaled else "*bf16", "scale": "fp32", "soft_cap": "fp32"}
+    known |= dict.fromkeys(("block_tables", "context_lens", "parts"), "*i32")
+    known |= dict.fromkeys(("partial", "log_sums"), "*fp32")
+    constants = {"SINKS": 1, "SCALED": is_scaled, "ADDED": 1, "GROUP": 4, "GROUP_PAD": 16, "ON_DEVICE": 1}
+    constants |= {"DIM": dim, "DIM_PAD": 128, "BLOCK_SIZE": block_size, "TILE": 32}
+    others = set(paged_decode._decode_part.arg_names) - set(known) - set(constants)
+    numbers = dict.fromkeys(others - {"WINDOW", "SOFT_CAP", "OVERLAPS"}, "i32")
+    for limits in ({"WINDOW": 0, "SOFT_CAP": 0}, {"WINDOW": 128, "SOFT_CAP": 1}):
+        compile_kernel(paged_decode._decode_part, known | numbers, **constants, **limits)
+
+
 def main() -> None:
+    for levels, dim, block_size in (("*bf16", 80, 16), ("*bf16", 128, 64), ("*fp8e4nv", 80, 64)):
+        compile_decode(levels, dim, block_size)
     for parts in (1, 8):
         compile_chunks(parts)
     for is_counted in (0, 1):

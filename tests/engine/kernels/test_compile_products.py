@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["--whole"], marks=pytest.mark.full)])
-def test_products_by_few_bits_and_what_chunks_and_experts_need_compile_for_a_gpu(options: list[str]) -> None:
+def test_kernels_that_tests_interpret_compile_for_a_gpu(options: list[str]) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.engine.kernels.compile_products", *options]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

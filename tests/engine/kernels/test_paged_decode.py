@@ -121,7 +121,7 @@ def test_the_tiles_of_few_heads_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("programs", [2, 24])
-@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 0.0, False), (5, 3.0, True)])
+@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 0.0, False), (1, 0.0, False), (5, 3.0, True)])
 def test_a_new_token_that_is_handed_in_is_seen_and_written(programs, window, cap, sinks) -> None:
     generator = torch.Generator().manual_seed(0)
     lens = [1, 16, 17, 33, 180]
