@@ -118,8 +118,10 @@ def _in_two(pairs, DTYPE: tl.constexpr, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def _mixed_in_two(evens, odds, weights, values, scale_at, SCALED: tl.constexpr, ON_DEVICE: tl.constexpr):
-    """Return sums with the weighted values added, as `_load_values` loads those: of 8 bits those in even
-    places and those in odd ones, times their scale; else all of them, and `odds` as it is."""
+    """Return sums [rows, dims] with weighted values added, which are as `_load_values` loads them.
+
+    Values of 8 bits have two sums, of those in even places and of those in odd ones; others have one, and
+    `odds` is returned as it is."""
     if SCALED:
         low, high = _in_two(values, weights.dtype, ON_DEVICE)
         scale = tl.load(scale_at)
