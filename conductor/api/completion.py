@@ -7,7 +7,7 @@ keeps the books that a client would keep: arrival to first token, to last token,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from math import inf
 from types import TracebackType
@@ -32,6 +32,7 @@ from conductor.api.access import Client
 from conductor.api.grammar_checker import GrammarChecker
 from conductor.api.headers import Caller, header_slo, header_traceparent
 from conductor.api.options import TextRequest
+from conductor.api.parsing.events import Event
 from conductor.api.served_model import ServedModel
 from conductor.api.shares import Shares
 from conductor.api.text_stream import TextStream
@@ -66,6 +67,18 @@ class Piece(NamedTuple):
     """The stop string that ended the answer, if one did."""
     prompt_logprobs: PromptLogprobs | None = None
     """None but in the first piece, and where they were not asked for."""
+    events: Sequence[Event] = ()
+    """The reasoning, text and calls in it, where the answer is taken apart (`turn.py`)."""
+    num_reasoning_tokens: int = 0
+    """Tokens of reasoning in the answer so far, where it is taken apart."""
+    inserted: tuple[int, ...] = ()
+    """Tokens that stand before the piece's, and that no node sampled: the mark that closes reasoning."""
+    is_cut: bool = False
+    """Whether the tokens say more than the events: calls after the first, where one alone is wanted."""
+
+    def of_prompt_alone(self) -> Piece:
+        """Return the one piece of an answer that is its prompt and no more."""
+        return self._replace(text="", tokens=(), finish_reason=FinishReason.LENGTH)
 
 
 def _cut_off() -> UnavailableError:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_args
 from base.errors import InvalidRequestError, invalid
 from base.request import FinishReason
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
+from conductor.api.completion import Piece
 from conductor.api.openai_schema import ReasoningEffort, reasoning_wishes
 from conductor.api.openai_tools import (
     MAX_TOOL_CALLS,
@@ -23,7 +24,7 @@ from conductor.api.openai_tools import (
 )
 from conductor.api.parsing.events import Called, Said, Thought
 from conductor.api.strict_body import variables_excess
-from conductor.api.turn import Part, Reasoning, Tools
+from conductor.api.turn import Reasoning, Tools
 from protos import inference_pb2 as pb
 
 
@@ -119,9 +120,9 @@ class AnswerParts:
         self._call_id = call_id
         self._num_calls = 0
 
-    def put(self, part: Part, response: pb.GenerateResponse) -> None:
-        """Write what a part adds to a response, which has its piece already."""
-        events = part.events
+    def put(self, piece: Piece, response: pb.GenerateResponse) -> None:
+        """Write a piece's events into a response, which has its tokens already."""
+        events = piece.events
         response.text = "".join(event.text for event in events if isinstance(event, Said))
         response.reasoning = "".join(event.text for event in events if isinstance(event, Thought))
         for event in events:
@@ -129,5 +130,5 @@ class AnswerParts:
                 call_id = self._call_id(event.name, self._num_calls)
                 response.tool_calls.add(id=call_id, name=event.name, arguments=event.arguments)
                 self._num_calls += 1
-        if self._num_calls and part.piece.finish_reason is FinishReason.STOP:
+        if self._num_calls and piece.finish_reason is FinishReason.STOP:
             response.finish_reason = "tool_calls"

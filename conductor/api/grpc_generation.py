@@ -13,12 +13,12 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from base.prompt_logprobs import PromptLogprobs
-from base.request import FinishReason, SampledToken
+from base.request import SampledToken
 from base.together import merged
 from conductor.api.completion import PART_UNITS, Completions, Piece
 from conductor.api.grpc_chat import AnswerParts
 from conductor.api.options import TextRequest
-from conductor.api.turn import ChatTurn, Part, parts_of
+from conductor.api.turn import ChatTurn, taken_apart
 from protos import inference_pb2 as pb
 
 PART_CHARS = 1 << 16
@@ -83,28 +83,27 @@ class Generation:
         if index:
             await prefilled.wait()
         parts = AnswerParts(self._taken.call_id) if self._taken is not None else None
-        async with aclosing(self._answer_of(asked)) as items:
-            async for item in items:
-                piece = item.piece if isinstance(item, Part) else item
+        async with aclosing(self._answer_of(asked)) as pieces:
+            async for piece in pieces:
                 if not prefilled.is_set():
                     prefilled.set()
                     async with aclosing(self._shown_prompt(piece.prompt_logprobs)) as shown:
                         async for response in shown:
                             yield response
                 if self._echo is not None and self._echo.is_alone:
-                    piece = piece._replace(text="", tokens=(), finish_reason=FinishReason.LENGTH)
+                    piece = piece.of_prompt_alone()
                 response = self._response(index, piece)
-                if parts is not None and isinstance(item, Part):
-                    parts.put(item, response)
-                    self._num_reasoning_tokens[index] = item.num_reasoning_tokens
+                if parts is not None:
+                    parts.put(piece, response)
+                    self._num_reasoning_tokens[index] = piece.num_reasoning_tokens
                 if piece.finish_reason is not None:
                     self._finish(response)
                 yield response
 
-    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece | Part, None]:
+    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece, None]:
         if self._taken is None:
             return self._completions.generate(asked)
-        return parts_of(self._completions, self._taken.turn, asked)
+        return taken_apart(self._completions, self._taken.turn, asked)
 
     async def _shown_prompt(
         self, logprobs: PromptLogprobs | None

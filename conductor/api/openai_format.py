@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import pydantic_core
 
 from base.request import FinishReason, SampledToken
+from conductor.api.answer_blocks import AnswerBlocks
 from conductor.api.completion import Piece
 from conductor.api.http_reply import to_json
-from conductor.api.openai_message import ChatParts
-from conductor.api.parsing.events import Event
+from conductor.api.openai_message import chat_message, finish_name
 from conductor.api.tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
@@ -141,12 +141,14 @@ class _Grown:
 class Choice:
     """One of the answer's choices: its events while it streams, and its whole."""
 
-    def __init__(self, envelope: Envelope, index: int, prompt: Shown, parts: ChatParts | None = None) -> None:
+    def __init__(
+        self, envelope: Envelope, index: int, prompt: Shown, blocks: AnswerBlocks | None = None
+    ) -> None:
         """Begin an empty choice, number `index` of the call.
 
-        `parts`: of an answer that is taken apart; then each piece comes with its events.
+        `blocks`: of an answer that is taken apart.
         """
-        self._parts = parts
+        self.blocks = blocks
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._envelope = envelope
@@ -161,13 +163,13 @@ class Choice:
         """The details of tokens, by name."""
         self._finish_reason: FinishReason | None = None
 
-    def keep(self, piece: Piece, events: Sequence[Event] = ()) -> None:
+    def keep(self, piece: Piece) -> None:
         """Take a piece for `whole`, as the bytes that will be sent: at the end there is no work left."""
         self._count(piece)
-        if self._parts is None:
+        if self.blocks is None:
             self._texts.append(piece.text)
         else:
-            self._parts.add(events)
+            self.blocks.add(piece)
         if not self._is_plain:
             details = self._details(piece.tokens)
             for name, elements in {
@@ -178,11 +180,11 @@ class Choice:
                     self._kept[name].add(elements)
         self._finish_reason = piece.finish_reason
 
-    def events(self, piece: Piece, events: Sequence[Event] = ()) -> str:
+    def events(self, piece: Piece) -> str:
         """Return the events that bring a streaming client a piece; may be empty."""
         self._count(piece)
-        if self._parts is not None:
-            return self._opening() + self._deltas(piece, events) + self._finish(piece.finish_reason)
+        if self.blocks is not None:
+            return self._opening() + self._deltas(piece, self.blocks) + self._finish(piece.finish_reason)
         if self._is_opened and self._is_plain and piece.finish_reason is None:
             return self._text_before + to_json(piece.text) + self._text_after if piece.text else ""
         return self._opening() + self._content(piece) + self._finish(piece.finish_reason)
@@ -192,7 +194,7 @@ class Choice:
         envelope = self._envelope
         assert self._finish_reason is not None
         parts: list[bytes | bytearray] = [f'{{"index":{self._index},'.encode()]
-        parts += [self._parts.message().encode()] if self._parts is not None else self._text()
+        parts += [chat_message(self.blocks).encode()] if self.blocks is not None else self._text()
         parts.append(b",")
         if envelope.with_logprobs:
             parts += self._logprob_lists(self._prompt.logprobs, self._kept)
@@ -222,7 +224,7 @@ class Choice:
         return [before.encode(), echo, to_json("".join(self._texts))[1:-1].encode(), after.encode()]
 
     def _finish_name(self, reason: FinishReason) -> str:
-        return reason.value if self._parts is None else self._parts.finish_name(reason)
+        return reason.value if self.blocks is None else finish_name(self.blocks, reason)
 
     def _count(self, piece: Piece) -> None:
         self.num_tokens += len(piece.tokens)
@@ -252,10 +254,9 @@ class Choice:
             return ""
         return self._chunk(self._envelope.shape.text % to_json(piece.text), self._tokens(piece), None)
 
-    def _deltas(self, piece: Piece, events: Sequence[Event]) -> str:
+    def _deltas(self, piece: Piece, blocks: AnswerBlocks) -> str:
         """Return the chunks of an answer that is taken apart; the first has the details of the tokens."""
-        assert self._parts is not None
-        deltas = self._parts.add(events)
+        deltas = blocks.add(piece)
         if self._is_plain or not piece.tokens:
             return "".join(self._chunk(delta, NO_DETAILS, None) for delta in deltas)
         first, *others = deltas or [self._envelope.shape.no_text]

@@ -18,14 +18,15 @@ from typing import Any
 from base.clock import wall_clock_s
 from base.errors import invalid
 from base.prompt_logprobs import PromptLogprobs
-from base.request import FinishReason, RequestId
+from base.request import RequestId
 from base.together import together
+from conductor.api.answer_blocks import AnswerBlocks
 from conductor.api.backend import Backend
 from conductor.api.completion import PART_UNITS, Piece
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply
 from conductor.api.openai_format import CHAT, COMPLETION, DONE, Choice, Envelope, Shape, Shown, usage
-from conductor.api.openai_message import ChatParts
+from conductor.api.openai_message import CHAT_WORDS
 from conductor.api.openai_schema import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
@@ -48,7 +49,7 @@ from conductor.api.options import (
 from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
 from conductor.api.texts import asked_turn
-from conductor.api.turn import ChatTurn, Part, call_ids, parts_of, with_turn, without_thinking
+from conductor.api.turn import ChatTurn, call_ids, taken_apart, with_turn, without_thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,6 @@ class _Generation:
         self._turn = turn
         self.is_prompt_alone = False
         """Whether the answer is the prompt and no more."""
-        self._num_reasoning_tokens: dict[int, int] = {}
         self._completions = backend.completions
         self._prompts = prompts
         self._reply = reply
@@ -180,7 +180,7 @@ class _Generation:
         n = self._n = body.n or 1
         self._shown = [Shown(prompt.token_ids, prompt.echo) for prompt in prompts]
         self._choices = [
-            Choice(self._envelope, at * n + offset, shown, self._parts(backend, body))
+            Choice(self._envelope, at * n + offset, shown, self._blocks(backend, body))
             for at, shown in enumerate(self._shown)
             for offset in range(n)
         ]
@@ -188,11 +188,11 @@ class _Generation:
             request.choice(offset) if n > 1 else request for request in requests for offset in range(n)
         ]
 
-    def _parts(self, backend: Backend, body: ChatBody | CompletionBody) -> ChatParts | None:
+    def _blocks(self, backend: Backend, body: ChatBody | CompletionBody) -> AnswerBlocks | None:
         if self._turn is None or not isinstance(body, ChatBody):
             return None
         num_calls = sum(len(message.tool_calls or ()) for message in body.messages)
-        return ChatParts(call_ids(backend.model.family, backend.rng, num_calls))
+        return AnswerBlocks(call_ids(backend.model.family, backend.rng, num_calls), CHAT_WORDS)
 
     async def answer(self) -> None:
         """Run all choices and write the answer; raises ServeError."""
@@ -233,23 +233,18 @@ class _Generation:
         """
         events = ""
         choice, stream = self._choices[at], self._stream
-        async with aclosing(self._answer_of(self._asked[at])) as items:
-            async for item in items:
-                if isinstance(item, Part):
-                    piece, found = item.piece, item.events
-                    self._num_reasoning_tokens[at] = item.num_reasoning_tokens
-                else:
-                    piece, found = item, ()
+        async with aclosing(self._answer_of(self._asked[at])) as pieces:
+            async for piece in pieces:
                 if piece.prompt_logprobs is not None:
                     await self._show_prompt(at // self._n, piece.prompt_logprobs)
                 if self.is_prompt_alone:
-                    piece = piece._replace(text="", tokens=(), finish_reason=FinishReason.LENGTH)
+                    piece = piece.of_prompt_alone()
                 if prefilled is not None:
                     prefilled.set()
                 if stream is None:
-                    choice.keep(piece, found)
+                    choice.keep(piece)
                 else:
-                    events = choice.events(piece, found)
+                    events = choice.events(piece)
                     if events and piece.finish_reason is None:
                         await stream.event(events)
         return events
@@ -263,15 +258,16 @@ class _Generation:
             tokens = logprobs.tokens(token_ids, begin, min(begin + count, logprobs.num_tokens + 1))
             self._shown[at].add_logprobs(tokens, self._envelope)
 
-    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece | Part, None]:
+    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece, None]:
         if self._turn is None:
             return self._completions.generate(asked)
-        return parts_of(self._completions, self._turn, asked)
+        return taken_apart(self._completions, self._turn, asked)
 
     def _usage(self) -> Mapping[str, Any]:
+        blocks = [choice.blocks for choice in self._choices if choice.blocks is not None]
         return usage(
             sum(len(prompt.token_ids) for prompt in self._prompts),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.num_cached_tokens for choice in self._choices[:: self._n]),
-            sum(self._num_reasoning_tokens.values()) if self._turn is not None else None,
+            sum(found.num_reasoning_tokens for found in blocks) if self._turn is not None else None,
         )

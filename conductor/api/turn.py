@@ -82,19 +82,6 @@ class ChatTurn:
         return AnswerParser(self.form, schemas, self.is_thinking)
 
 
-class Part(NamedTuple):
-    """A piece of an answer, taken apart."""
-
-    piece: Piece
-    events: Sequence[Event]
-    num_reasoning_tokens: int = 0
-    """Tokens of reasoning in the answer so far."""
-    inserted: tuple[int, ...] = ()
-    """Tokens that stand before the piece's, and that no node sampled: the mark that closes reasoning."""
-    is_cut: bool = False
-    """Whether the tokens say more than the parts do: calls after the first, where one alone is wanted."""
-
-
 async def prepare_turn(
     model: ServedModel,
     messages: Sequence[ChatMessage],
@@ -156,38 +143,37 @@ def _stop_thinking(model: ServedModel, form: Form) -> tuple[int, ...]:
     return model.tokenizer.encode(form.stop_thinking, add_special_tokens=False)
 
 
-async def parts_of(
+async def taken_apart(
     completions: Completions, turn: ChatTurn, asked: TextRequest
-) -> AsyncGenerator[Part, None]:
-    """Yield the parts of an answer to a turn. Consume under `contextlib.aclosing`.
+) -> AsyncGenerator[Piece, None]:
+    """Yield the answer to a turn, with its events. Consume under `contextlib.aclosing`.
 
-    Raises ServeError: any of its kinds, before the first part or between two.
+    Raises ServeError: any of its kinds, before the first piece or between two.
     """
     if turn.form is None:
         async with aclosing(completions.generate(asked)) as pieces:
             async for piece in pieces:
-                yield Part(piece, [Said(piece.text)] if piece.text else [])
+                yield piece._replace(events=[Said(piece.text)]) if piece.text else piece
         return
     state = _Answer(turn)
     while True:
         async with aclosing(completions.generate(asked)) as pieces:
             async for piece in pieces:
-                part = state.part(piece)
-                if state.is_spent and part.piece.finish_reason is None:
+                piece = state.taken_apart(piece)
+                if state.is_spent and piece.finish_reason is None:
                     break
-                yield part
-                if part.piece.finish_reason is not None:
+                yield piece
+                if piece.finish_reason is not None:
                     return
-            yield part
+            yield piece
         inserted = _stop_thinking(completions.model, turn.form)
         events = state.pushed(_held_back(asked, state, completions.model) + turn.form.stop_thinking)
         continued = _continued(asked, state, inserted, completions.model)
         if continued is None:
-            ended = Piece("", (), FinishReason.LENGTH, state.num_cached)
-            yield Part(ended, [*events, *state.finished()], state.num_reasoning, inserted)
+            yield state.between(FinishReason.LENGTH, [*events, *state.finished()], inserted)
             return
         asked = continued
-        yield Part(Piece("", (), None, state.num_cached), events, state.num_reasoning, inserted)
+        yield state.between(None, events, inserted)
         state.is_spent = False
 
 
@@ -245,7 +231,12 @@ class _Answer:
         """Return what is left of an answer that its limit cuts off."""
         return self._shown(self._parser.finish(is_cut=True))
 
-    def part(self, piece: Piece) -> Part:
+    def between(self, reason: FinishReason | None, events: list[Event], inserted: tuple[int, ...]) -> Piece:
+        """Return the piece that the mark which closes reasoning is, between two requests."""
+        empty = Piece("", (), reason, self.num_cached)
+        return empty._replace(events=events, num_reasoning_tokens=self.num_reasoning, inserted=inserted)
+
+    def taken_apart(self, piece: Piece) -> Piece:
         """Return a piece with what is certain by it; only the first call of one that is not parallel."""
         if self.num_stops:  # a request that goes on finds what the turn itself has computed
             piece = piece._replace(num_cached_tokens=self.num_cached)
@@ -267,9 +258,9 @@ class _Answer:
         if not self.turn.tools.is_parallel:
             first = next((at for at, event in enumerate(events) if isinstance(event, Called)), None)
             if first is not None:
-                piece = piece._replace(finish_reason=FinishReason.STOP)
-                return Part(piece, events[: first + 1], self.num_reasoning, is_cut=True)
-        return Part(piece, events, self.num_reasoning)
+                events = events[: first + 1]
+                piece = piece._replace(finish_reason=FinishReason.STOP, is_cut=True)
+        return piece._replace(events=events, num_reasoning_tokens=self.num_reasoning)
 
     def _shown(self, events: list[Event]) -> list[Event]:
         if self.turn.reasoning.is_shown:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from base.errors import invalid
+from conductor.api.answer_blocks import AnswerBlocks, all_but_last
 from conductor.api.backend import Backend
+from conductor.api.completion import Piece
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
-from conductor.api.messages.blocks import MessageBlocks, event
+from conductor.api.messages.blocks import MESSAGE_WORDS, content, event, stop_reason, usage
 from conductor.api.messages.schema import AnthropicMessage, Block, CountTokensBody, MessagesBody
 from conductor.api.options import (
     TextRequest,
@@ -26,9 +27,9 @@ from conductor.api.served_model import ServedModel
 from conductor.api.turn import (
     ChatTurn,
     call_ids,
-    parts_of,
     prepare_turn,
     room_for,
+    taken_apart,
     with_turn,
     without_thinking,
 )
@@ -98,48 +99,38 @@ def _blocks(message: AnthropicMessage) -> Sequence[Block]:
 async def _answer(
     backend: Backend, body: MessagesBody, turn: ChatTurn, asked: TextRequest, reply: Reply, is_short: bool
 ) -> None:
-    model = backend.model
     num_calls = sum(block.type == "tool_use" for message in body.messages for block in _blocks(message))
-    blocks = MessageBlocks(call_ids(model.family, backend.rng, num_calls, "toolu_"))
-    num_prompt_tokens = len(turn.token_ids)
-    events, is_begun = "", False
-    async with aclosing(parts_of(backend.completions, turn, asked)) as parts:
-        async for part in parts:
-            added = blocks.add(part, is_short)
-            if not body.stream:
-                continue
-            if not is_begun:
-                is_begun = True
-                whole = _message(model, reply, blocks, num_prompt_tokens, is_whole=False)
-                added = event("message_start", message=whole) + added
-            if part.piece.finish_reason is not None:
-                events = added
-            elif added:
-                await reply.event(added)
-    if body.stream:
-        stopped = {
-            "stop_reason": blocks.stop_reason,
-            "stop_sequence": blocks.stop_sequence,
-            "container": None,
-        }
-        usage = blocks.usage(num_prompt_tokens)
-        await reply.end(events + event("message_delta", delta=stopped, usage=usage) + event("message_stop"))
-    else:
-        await reply.whole([to_json(_message(model, reply, blocks, num_prompt_tokens)).encode()])
-
-
-def _message(
-    model: ServedModel, reply: Reply, blocks: MessageBlocks, num_prompt_tokens: int, is_whole: bool = True
-) -> Mapping[str, Any]:
-    return {
+    call_id = call_ids(backend.model.family, backend.rng, num_calls, "toolu_")
+    blocks, num_prompt_tokens = AnswerBlocks(call_id, MESSAGE_WORDS), len(turn.token_ids)
+    message: dict[str, Any] = {
         "id": f"msg_{reply.request_id}",
         "type": "message",
         "role": "assistant",
-        "model": model.name,
-        "content": blocks.content if is_whole else [],
-        "stop_reason": blocks.stop_reason if is_whole else None,
-        "stop_sequence": blocks.stop_sequence if is_whole else None,
+        "model": backend.model.name,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
         "stop_details": None,
         "container": None,
-        "usage": blocks.usage(num_prompt_tokens),
     }
+
+    def said(piece: Piece) -> str:
+        is_first, events = not blocks.is_begun, "".join(blocks.add(piece))
+        if not (is_first and body.stream):
+            return events
+        begun = {**message, "usage": usage(blocks, num_prompt_tokens)}
+        return event("message_start", message=begun) + events
+
+    pieces = taken_apart(backend.completions, turn, asked)
+    last = await all_but_last(pieces, said, reply if body.stream else None)
+    stopped = {
+        "stop_reason": stop_reason(blocks, is_short),
+        "stop_sequence": blocks.stopped_by or None,
+        "container": None,
+    }
+    used = usage(blocks, num_prompt_tokens)
+    if body.stream:
+        await reply.end(last + event("message_delta", delta=stopped, usage=used) + event("message_stop"))
+    else:
+        whole = {**message, **stopped, "content": content(blocks), "usage": used}
+        await reply.whole([to_json(whole).encode()])

@@ -17,9 +17,6 @@ text."""
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of one surrogate, which may stand alone in JSON, and is no character then."""
 
-DELTA_CHARS = 1 << 14
-"""The most of a call's arguments in one event of a stream."""
-
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each tool that was offered, by the tool's name."""
 
@@ -61,11 +58,6 @@ class Called(NamedTuple):
 
 Event = Said | Thought | Calling | Argued | Called
 Emit = Callable[[Event], None]
-
-
-def deltas_of(arguments: str) -> list[str]:
-    """Return a call's arguments as the parts that events of a stream bring."""
-    return [arguments[at : at + DELTA_CHARS] for at in range(0, len(arguments), DELTA_CHARS)]
 
 
 def called_or_none(name: object, arguments: object) -> Called | None:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,14 +13,16 @@ from base.clock import wall_clock_s
 from base.errors import invalid
 from base.off_loop import off_loop
 from base.request import FinishReason
+from conductor.api.answer_blocks import all_but_last
 from conductor.api.backend import Backend
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
+from conductor.api.completion import Piece
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
 from conductor.api.openai_format import DONE
 from conductor.api.openai_tools import past_arguments
 from conductor.api.options import check_options, make_request, params_spelled, require_model, unique_id
-from conductor.api.parsing.events import value_or_none
+from conductor.api.parsing.events import Called, Said, value_or_none
 from conductor.api.prompt import MANY_CHARS_A_TOKEN, following_token_ids
 from conductor.api.responses.held import HeldResponse, answered
 from conductor.api.responses.items import OutputItems
@@ -29,9 +30,9 @@ from conductor.api.responses.schema import ResponsesBody
 from conductor.api.turn import (
     ChatTurn,
     call_ids,
-    parts_of,
     prepare_turn,
     room_for,
+    taken_apart,
     with_turn,
     without_thinking,
 )
@@ -66,21 +67,22 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
     items = OutputItems(unique, call_ids(model.family, backend.rng, num_calls))
     response = _Response(backend, body, asked, f"resp_{unique}", items)
     generated: list[int] = []
-    last, reason = "", FinishReason.STOP
-    async with aclosing(parts_of(backend.completions, turn, request)) as parts:
-        async for part in parts:
-            generated += [*part.inserted, *(token.token_id for token in part.piece.tokens)]
-            if part.is_cut:  # the tokens say more than the answer did
-                asked = asked._replace(setting=b"")
-            begun = response.begun() if body.stream else ""
-            added = begun + items.add(part)
-            if part.piece.finish_reason is not None:
-                last, reason = added, part.piece.finish_reason
-            elif body.stream and added:
-                await reply.event(added)
+    setting = asked.setting
+
+    def said(piece: Piece) -> str:
+        nonlocal setting
+        generated.extend((*piece.inserted, *(token.token_id for token in piece.tokens)))
+        if piece.is_cut:  # the tokens say more than the answer did
+            setting = b""
+        begun = response.begun() if body.stream and not items.blocks.is_begun else ""
+        return begun + "".join(items.blocks.add(piece))
+
+    pieces = taken_apart(backend.completions, turn, request)
+    last = await all_but_last(pieces, said, reply if body.stream else None)
     if body.store is not False:
+        asked = asked._replace(setting=setting)
         await _hold(backend, caller, response.response_id, asked, items, generated)
-    whole = response.ended(reason)
+    whole = response.ended()
     if body.stream:
         await reply.end(last + items.event(f"response.{whole['status']}", response=whole) + DONE)
     else:
@@ -127,10 +129,12 @@ async def _hold(
 ) -> None:
     def held() -> HeldResponse:
         calls = tuple(
-            PastCall(call_id, call.name, past_arguments(call.arguments, "arguments"))
-            for call_id, call in items.calls
+            PastCall(call.call_id, call.name, past_arguments(call.text, "arguments"))
+            for call in items.blocks.of(Called)
+            if call.is_whole
         )
-        answer = ChatMessage("assistant", items.text, calls=calls)
+        text = "".join(block.text for block in items.blocks.of(Said))
+        answer = ChatMessage("assistant", text, calls=calls)
         token_ids = answered(asked.turn.token_ids, generated, backend.model.eos_token_ids)
         return HeldResponse(token_ids, (*asked.messages, answer), asked.setting)
 
@@ -153,7 +157,6 @@ class _Response:
         """Unlike a client's request id, that of one response alone."""
         self._items = items
         self._num_prompt_tokens = len(asked.turn.token_ids)
-        self._is_begun = False
         sampling = backend.model.sampling
         reasoning = body.reasoning
         self._shown: dict[str, Any] = {
@@ -189,17 +192,14 @@ class _Response:
         }
 
     def begun(self) -> str:
-        """Return the events before all others, once."""
-        if self._is_begun:
-            return ""
-        self._is_begun = True
+        """Return the events before all others."""
         shown = self._at("in_progress", output=[], usage=None)
         event = self._items.event
         return event("response.created", response=shown) + event("response.in_progress", response=shown)
 
-    def ended(self, reason: FinishReason) -> Mapping[str, Any]:
+    def ended(self) -> Mapping[str, Any]:
         output, usage = self._items.done, self._items.usage(self._num_prompt_tokens)
-        if reason is FinishReason.LENGTH:
+        if self._items.blocks.finish_reason is FinishReason.LENGTH:
             return self._at(
                 "incomplete",
                 incomplete_details={"reason": "max_output_tokens"},

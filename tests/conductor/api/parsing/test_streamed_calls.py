@@ -7,15 +7,15 @@ from itertools import pairwise
 import pytest
 
 from base.request import FinishReason
+from conductor.api.answer_blocks import AnswerBlocks
 from conductor.api.completion import Piece
-from conductor.api.messages.blocks import MessageBlocks
-from conductor.api.openai_message import ChatParts
+from conductor.api.messages.blocks import MESSAGE_WORDS, content
+from conductor.api.openai_message import CHAT_WORDS, chat_message
 from conductor.api.parsing.answer import AnswerParser, joined
 from conductor.api.parsing.events import Argued, Called, Calling, Said
 from conductor.api.parsing.families import FORMS
 from conductor.api.parsing.forced import DEMANDED
 from conductor.api.responses.items import OutputItems
-from conductor.api.turn import Part
 from tests.conductor.api.parsing.answers import ANSWERS, BETWEEN, SCHEMAS
 
 VALUES = [
@@ -55,11 +55,16 @@ def call_id(name, index):
     return f"{name}{index}"
 
 
+def piece(events, is_last=False, is_cut=False):
+    reason = (FinishReason.LENGTH if is_cut else FinishReason.STOP) if is_last else None
+    return Piece("", (), reason, 0, events=events)
+
+
 def chat(steps):
     """Return the message that a stream's deltas make, and that of the whole answer."""
-    parts, text, thoughts, calls = ChatParts(call_id), "", "", []
+    blocks, text, thoughts, calls = AnswerBlocks(call_id, CHAT_WORDS), "", "", []
     for events in steps:
-        for delta in parts.add(events):
+        for delta in blocks.add(piece(events)):
             shown = json.loads(f"{{{delta}}}")["delta"]
             text += shown.get("content", "")
             thoughts += shown.get("reasoning", "")
@@ -71,14 +76,9 @@ def chat(steps):
                     calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     for call in calls:
         del call["index"]
-    whole = json.loads(f"{{{parts.message()}}}")["message"]
+    whole = json.loads(f"{{{chat_message(blocks)}}}")["message"]
     found = {"content": text, "reasoning": thoughts, "tool_calls": calls}
     return found, {name: whole.get(name) or type(value)() for name, value in found.items()}
-
-
-def part(events, is_last, is_cut):
-    reason = (FinishReason.LENGTH if is_cut else FinishReason.STOP) if is_last else None
-    return Part(Piece("", (), reason, 0), events)
 
 
 def sent(text):
@@ -89,9 +89,9 @@ def sent(text):
 
 def messages(steps, is_cut):
     """The same of Anthropic's messages: blocks, with the text of each input."""
-    blocks, made = MessageBlocks(call_id), []
+    blocks, made = AnswerBlocks(call_id, MESSAGE_WORDS), []
     for at, events in enumerate(steps):
-        for event in sent(blocks.add(part(events, at + 1 == len(steps), is_cut), False)):
+        for event in sent("".join(blocks.add(piece(events, at + 1 == len(steps), is_cut)))):
             if event["type"] == "content_block_start":
                 assert event["index"] == len(made)
                 made.append([event["content_block"], "", False])
@@ -102,14 +102,14 @@ def messages(steps, is_cut):
             else:
                 made[event["index"]][2] = True
     assert all(is_stopped for _, _, is_stopped in made)
-    return made, blocks.content
+    return made, content(blocks)
 
 
 def responses(steps, is_cut):
     """The same of OpenAI's responses: what the events bring of each item, and the items."""
     items, made, deltas = OutputItems("r", call_id), [], {}
     for at, events in enumerate(steps):
-        for event in sent(items.add(part(events, at + 1 == len(steps), is_cut))):
+        for event in sent("".join(items.blocks.add(piece(events, at + 1 == len(steps), is_cut)))):
             if event["type"] == "response.output_item.done":
                 made.append(event["item"])
             elif event["type"] == "response.function_call_arguments.delta":
