@@ -31,38 +31,13 @@ Schema = dict[str, Any] | bool
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 ANNOTATIONS = frozenset(
-    [
-        "$schema",
-        "$id",
-        "id",
-        "$comment",
-        "comment",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "definitions",
-        "$defs",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "format",
-        "contentEncoding",
-        "contentMediaType",
-    ]
+    {"$schema", "$id", "id", "definitions", "$defs", "$comment", "comment", "title", "description"}
+    | {"default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"format", "contentEncoding", "contentMediaType"}
 )
 NARROWED = frozenset(
-    [
-        "not",
-        "oneOf",
-        "if",
-        "then",
-        "else",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "contains",
-    ]
+    {"not", "oneOf", "if", "then", "else", "contains"}
+    | {"dependencies", "dependentRequired", "dependentSchemas"}
 )
 MAPS = ("properties", "patternProperties", "definitions", "$defs")
 LISTS = ("allOf", "oneOf", "prefixItems")
@@ -127,16 +102,13 @@ class _Narrowing:
         for key in MAPS:
             if isinstance(result.get(key), dict):
                 result[key] = {name: self.narrow(part) for name, part in result[key].items()}
-        for key in LISTS:
-            if isinstance(result.get(key), list):
-                result[key] = [self.narrow(part) for part in result[key]]
         if isinstance(result.get("anyOf"), list):
             result["anyOf"] = self._some(result["anyOf"])
-        for key in PARTS:
-            if isinstance(result.get(key), dict):
-                result[key] = self.narrow(result[key])
-            elif isinstance(result.get(key), list):
+        for key in (*LISTS, *PARTS):
+            if isinstance(result.get(key), list):
                 result[key] = [self.narrow(part) for part in result[key]]
+            elif key in PARTS and isinstance(result.get(key), dict):
+                result[key] = self.narrow(result[key])
         return result
 
     def _some(self, parts: list[Any]) -> list[Schema]:
@@ -200,9 +172,9 @@ class _Narrowing:
             raise CannotNarrowError("oneOf: no branch can be distinguished from the others")
         return _with(schema, {"anyOf": ways})
 
-    def _complement_or_none(self, schema: Schema) -> Schema | None:
+    def _complement_or_none(self, schema: Schema, depth: int = 0) -> Schema | None:
         try:
-            return self.complement(schema, 0)
+            return self.complement(schema, depth)
         except CannotNarrowError:
             return None
 
@@ -234,33 +206,27 @@ class _Narrowing:
         elif key == "not":
             yield self.narrow(value)
         elif key in ("anyOf", "oneOf"):
-            parts = [self._nested_or_none(part, depth) for part in value]
+            parts = [self._complement_or_none(part, depth + 1) for part in value]
             if all(part is not None for part in parts):
                 yield _all_of(*(part for part in parts if part is not None))
         else:
-            yield from self._ways_out_of_parts(key, value, depth)
+            yield from self._ways_out_of_parts(key, value, depth + 1)
 
     def _ways_out_of_parts(self, key: str, value: Any, depth: int) -> Iterator[Schema]:
         if key == "allOf":
             for part in value:
-                if (found := self._nested_or_none(part, depth)) is not None:
+                if (found := self._complement_or_none(part, depth)) is not None:
                     yield found
         elif key == "properties":
             for name, part in value.items():
-                found = self._nested_or_none(part, depth)
+                found = self._complement_or_none(part, depth)
                 if found is not None and found is not False:
                     yield {"type": "object", "required": [name], "properties": {name: found}}
         elif key == "items" and isinstance(value, dict):
-            if (found := self._nested_or_none(value, depth)) is not None:
+            if (found := self._complement_or_none(value, depth)) is not None:
                 yield {"type": "array", "minItems": 1, "items": found}
         elif key == "$ref":
-            yield self.complement(self._referred(value), depth + 1)
-
-    def _nested_or_none(self, schema: Schema, depth: int) -> Schema | None:
-        try:
-            return self.complement(schema, depth + 1)
-        except CannotNarrowError:
-            return None
+            yield self.complement(self._referred(value), depth)
 
     def _referred(self, reference: Any) -> Schema:
         """Return what a reference of the form `#/...` is to."""
@@ -282,7 +248,7 @@ def _contains(schema: dict[str, Any]) -> dict[str, Any]:
     """Have all items be such as are to be contained."""
     wanted = schema.pop("contains", None)
     least, most = schema.pop("minContains", 1), schema.pop("maxContains", None)
-    if wanted is None or (wanted is not None and least == 0 and most is None):
+    if wanted is None or (least == 0 and most is None):
         return schema
     if "prefixItems" in schema or isinstance(schema.get("items"), list):
         raise CannotNarrowError("contains: beside items that differ")
@@ -299,14 +265,9 @@ def _depending(schema: dict[str, Any]) -> dict[str, Any]:
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         rules |= schema.pop(key, None) or {}
     for name, wanted in rules.items():
-        is_needed = name in schema.get("required", ())
-        if not is_needed:
-            # Who is not there has no wishes.
-            schema = _with(schema, {"properties": {name: False}})
-        elif isinstance(wanted, list):
-            schema = _with(schema, {"required": wanted})
-        else:
-            schema = _with(schema, wanted)
+        if name not in schema.get("required", ()):
+            wanted = {"properties": {name: False}}  # Who is not there has no wishes.
+        schema = _with(schema, {"required": wanted} if isinstance(wanted, list) else wanted)
     return schema
 
 
@@ -343,32 +304,25 @@ def _other_types(types: Any) -> Iterator[Schema]:
 
 def _other_values(values: list[Any]) -> Iterator[Schema]:
     """Yield schemas of values that are none of these."""
-    kinds = {kind for value in values for kind in _kinds_of(value)}
+    kinds = {kind for value in values for kind in _KINDS_OF[type(value)]}
     others = [name for name in TYPES if name not in kinds]
     if others:
         yield {"type": others}
-    texts = [len(value) for value in values if isinstance(value, str)]
-    if texts:
-        yield {"type": "string", "minLength": max(texts) + 1}
-    lists = [len(value) for value in values if isinstance(value, list)]
-    if lists:
-        yield {"type": "array", "minItems": max(lists) + 1}
+    for kind, name, least in ((str, "string", "minLength"), (list, "array", "minItems")):
+        if sizes := [len(value) for value in values if isinstance(value, kind)]:
+            yield {"type": name, least: max(sizes) + 1}
 
 
-def _kinds_of(value: Any) -> tuple[str, ...]:
-    match value:
-        case None:
-            return ("null",)
-        case bool():
-            return ("boolean",)
-        case int() | float():
-            return ("integer", "number")
-        case str():
-            return ("string",)
-        case list():
-            return ("array",)
-        case _:
-            return ("object",)
+_KINDS_OF: dict[type, tuple[str, ...]] = {
+    type(None): ("null",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("integer", "number"),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+}
+"""The types of JSON Schema that a value of JSON may be of, by Python's."""
 
 
 def _all_of(*parts: Schema) -> Schema:

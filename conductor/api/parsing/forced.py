@@ -28,19 +28,8 @@ MAX_DEMANDED_CALLS = 8
 MAX_REF_DEPTH = 200
 
 _COMPOSING = frozenset(
-    [
-        "allOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependencies",
-        "dependentSchemas",
-        "dependentRequired",
-        "unevaluatedProperties",
-        "$dynamicRef",
-        "$recursiveRef",
-    ]
+    {"allOf", "not", "if", "then", "else", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
+    | {"dependencies", "dependentSchemas", "dependentRequired"}
 )
 _BESIDE = frozenset(["anyOf", "oneOf", "$ref"])
 """Keywords that say more of an object whose properties are named beside them."""
