@@ -39,8 +39,6 @@ NAME = "{name}"
 class HttpRoute(NamedTuple):
     """One path of the HTTP listener, and what it answers to one method."""
 
-    method: str
-    """A GET route answers HEAD too."""
     path: str
     """A path may end with `{name}`, which stands for any text and is handed to the handler."""
     who: Who
@@ -49,12 +47,17 @@ class HttpRoute(NamedTuple):
     writes. Elsewhere: a function of the backend (and the name) that returns JSON, a Response, an awaitable of
     either, or None for an unknown name. None: `__main__` hands one in, which takes no backend, and returns
     what is answered, of the body where there is one."""
-    body: Any
-    """The schema that a body is read by; None: no body is read."""
     what: str
     """One line for the API reference; empty: the path is not described."""
+    body: Any = None
+    """The schema that a body is read by; None: no body is read."""
     errors: ErrorForm = OPENAI_ERRORS
     """How errors are worded."""
+
+    @property
+    def method(self) -> str:
+        """POST where there is a body, else GET, which answers HEAD too."""
+        return "GET" if self.body is None else "POST"
 
     @property
     def has_name(self) -> bool:
@@ -70,88 +73,75 @@ def _to_page(backend: Backend) -> Response:
     return RedirectResponse("/ui")
 
 
-def _get(path: str, who: Who, handler: Callable[..., Any] | None, what: str) -> HttpRoute:
-    return HttpRoute("GET", path, who, handler, None, what)
-
-
-def _post(
-    path: str,
-    who: Who,
-    handler: Callable[..., Any] | None,
-    body: Any,
-    what: str,
-    errors: ErrorForm = OPENAI_ERRORS,
-) -> HttpRoute:
-    return HttpRoute("POST", path, who, handler, body, what, errors)
-
-
 EVERYBODY, CLIENTS, OPERATORS, SCRAPERS = Who
 
 ROUTES = (
-    _post(
-        "/v1/chat/completions", CLIENTS, chat, ChatBody, "The next turn of a chat; with `stream`, as events."
+    HttpRoute(
+        "/v1/chat/completions", CLIENTS, chat, "The next turn of a chat; with `stream`, as events.", ChatBody
     ),
-    _post(
+    HttpRoute(
         "/v1/completions",
         CLIENTS,
         completion,
-        CompletionBody,
         "What follows each prompt; with `stream`, as events.",
+        CompletionBody,
     ),
-    _post(
+    HttpRoute(
         "/v1/responses",
         CLIENTS,
         create_response,
-        ResponsesBody,
         "The next response, as OpenAI's newer API has it; with `stream`, as events.",
+        ResponsesBody,
         RESPONSES_ERRORS,
     ),
-    _post(
+    HttpRoute(
         "/v1/messages",
         CLIENTS,
         create_message,
-        MessagesBody,
         "The next message, as Anthropic's API has it; with `stream`, as events.",
+        MessagesBody,
         ANTHROPIC_ERRORS,
     ),
-    _post(
+    HttpRoute(
         "/v1/messages/count_tokens",
         CLIENTS,
         count_tokens,
-        CountTokensBody,
         "How many tokens such a conversation has.",
+        CountTokensBody,
         ANTHROPIC_ERRORS,
     ),
-    _post("/v1/embeddings", CLIENTS, embeddings, EmbeddingsBody, "A vector of each text."),
-    _get("/v1/models", CLIENTS, about.models, "The one model that is served."),
-    _get("/v1/models/{name}", CLIENTS, about.one_model, "The same, by its name."),
-    _post("/tokenize", CLIENTS, tokenize, TokenizeBody, "The token ids of a text or a chat."),
-    _post("/detokenize", CLIENTS, detokenize, DetokenizeBody, "The text of token ids."),
-    _get("/health", EVERYBODY, about.health, "200 if a request that came now would be served, else 503."),
-    _get("/metrics", SCRAPERS, about.metrics, "Prometheus text."),
-    _get("/version", CLIENTS, about.show_version, "Of the server."),
-    _get("/status", OPERATORS, None, "Nodes, blocks, queues."),
-    _get("/v1/explain", OPERATORS, None, "The last hundred attempts to place a request, newest first."),
-    _get("/v1/explain/{name}", OPERATORS, None, "Why a request went where it went, and how it went."),
-    _get(
+    HttpRoute("/v1/embeddings", CLIENTS, embeddings, "A vector of each text.", EmbeddingsBody),
+    HttpRoute("/v1/models", CLIENTS, about.models, "The one model that is served."),
+    HttpRoute("/v1/models/{name}", CLIENTS, about.one_model, "The same, by its name."),
+    HttpRoute("/tokenize", CLIENTS, tokenize, "The token ids of a text or a chat.", TokenizeBody),
+    HttpRoute("/detokenize", CLIENTS, detokenize, "The text of token ids.", DetokenizeBody),
+    HttpRoute(
+        "/health", EVERYBODY, about.health, "200 if a request that came now would be served, else 503."
+    ),
+    HttpRoute("/metrics", SCRAPERS, about.metrics, "Prometheus text."),
+    HttpRoute("/version", CLIENTS, about.show_version, "Of the server."),
+    HttpRoute("/status", OPERATORS, None, "Nodes, blocks, queues."),
+    HttpRoute("/v1/explain", OPERATORS, None, "The last hundred attempts to place a request, newest first."),
+    HttpRoute("/v1/explain/{name}", OPERATORS, None, "Why a request went where it went, and how it went."),
+    HttpRoute(
         "/v1/links/{name}",
         OPERATORS,
         None,
         "Sends KV from PREFILL_NODE to DECODE_NODE, NAME being both with a comma.",
     ),
-    _get("/v1/page/{name}", OPERATORS, None, "The data of /ui: history, nodes, requests."),
-    _post(
+    HttpRoute("/v1/page/{name}", OPERATORS, None, "The data of /ui: history, nodes, requests."),
+    HttpRoute(
         "/v1/replay",
         OPERATORS,
         None,
-        ReplayBody,
         "A trace, or the last hour's traffic, on other nodes: what `conductor replay` reports.",
+        ReplayBody,
     ),
-    _get("/openapi.json", EVERYBODY, _described, "This description."),
-    _get("/ui", EVERYBODY, page("index.html", "text/html"), "The same for people, as a page."),
-    *(_get(f"/ui/{name}.js", EVERYBODY, page(f"{name}.js", "text/javascript"), "") for name in MODULES),
-    _get("/ui/style.css", EVERYBODY, page("style.css", "text/css"), ""),
-    _get("/", EVERYBODY, _to_page, "Leads to the page."),
+    HttpRoute("/openapi.json", EVERYBODY, _described, "This description."),
+    HttpRoute("/ui", EVERYBODY, page("index.html", "text/html"), "The same for people, as a page."),
+    *(HttpRoute(f"/ui/{name}.js", EVERYBODY, page(f"{name}.js", "text/javascript"), "") for name in MODULES),
+    HttpRoute("/ui/style.css", EVERYBODY, page("style.css", "text/css"), ""),
+    HttpRoute("/", EVERYBODY, _to_page, "Leads to the page."),
 )
 
 
