@@ -1,4 +1,4 @@
-"""Conversations of gRPC's clients: the messages of protos/inference.proto as turns have them, and back.
+"""Conversations of gRPC's clients: the messages of protos/inference.proto as turns have them.
 
 Tools, choices and reasoning are those of the other APIs (`turn.py`); here are only the names. JSON within a
 message has the bounds of a JSON body.
@@ -6,13 +6,11 @@ message has the bounds of a JSON body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
 from base.errors import InvalidRequestError, invalid
-from base.request import FinishReason
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
-from conductor.api.completion import Piece
 from conductor.api.openai_schema import ReasoningEffort, reasoning_wishes
 from conductor.api.openai_tools import (
     MAX_TOOL_CALLS,
@@ -22,7 +20,6 @@ from conductor.api.openai_tools import (
     require_called,
     tool_spec,
 )
-from conductor.api.parsing.events import Called, Said, Thought
 from conductor.api.strict_body import variables_excess
 from conductor.api.turn import Reasoning, Tools
 from protos import inference_pb2 as pb
@@ -110,25 +107,3 @@ def _reasoning(wishes: pb.Reasoning) -> Reasoning:
         raise invalid("chat.reasoning.effort", f"one of {', '.join(get_args(ReasoningEffort))} is wanted")
     budget = wishes.budget_tokens if wishes.HasField("budget_tokens") else None
     return reasoning_wishes(effort, budget, not wishes.is_hidden)
-
-
-class AnswerParts:
-    """The parts of one answer, as responses bring them."""
-
-    def __init__(self, call_id: Callable[[str, int], str]) -> None:
-        """Begin. `call_id` names a call by its tool and its number."""
-        self._call_id = call_id
-        self._num_calls = 0
-
-    def put(self, piece: Piece, response: pb.GenerateResponse) -> None:
-        """Write a piece's events into a response, which has its tokens already."""
-        events = piece.events
-        response.text = "".join(event.text for event in events if isinstance(event, Said))
-        response.reasoning = "".join(event.text for event in events if isinstance(event, Thought))
-        for event in events:
-            if isinstance(event, Called):
-                call_id = self._call_id(event.name, self._num_calls)
-                response.tool_calls.add(id=call_id, name=event.name, arguments=event.arguments)
-                self._num_calls += 1
-        if self._num_calls and piece.finish_reason is FinishReason.STOP:
-            response.finish_reason = "tool_calls"

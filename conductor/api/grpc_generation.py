@@ -13,12 +13,12 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from base.prompt_logprobs import PromptLogprobs
-from base.request import SampledToken
+from base.request import FinishReason, SampledToken
 from base.together import merged
 from conductor.api.completion import PART_UNITS, Completions, Piece
-from conductor.api.grpc_chat import AnswerParts
 from conductor.api.options import TextRequest
-from conductor.api.turn import ChatTurn, taken_apart
+from conductor.api.parsing.events import Called, Said, Thought
+from conductor.api.turn import ChatTurn, answer_to
 from protos import inference_pb2 as pb
 
 PART_CHARS = 1 << 16
@@ -34,14 +34,6 @@ class Echo(NamedTuple):
     """Whether the answer is the prompt and no more."""
 
 
-class Taken(NamedTuple):
-    """How an answer is taken apart."""
-
-    turn: ChatTurn
-    call_id: Callable[[str, int], str]
-    """Names a call by its tool and its number."""
-
-
 class Generation:
     """The choices of a call. Owned by the event loop."""
 
@@ -51,7 +43,8 @@ class Generation:
         asked: TextRequest,
         num_choices: int,
         request_id: str,
-        taken: Taken | None,
+        turn: ChatTurn | None,
+        call_id: Callable[[str, int], str],
         echo: Echo | None,
     ) -> None:
         """Begin.
@@ -59,11 +52,12 @@ class Generation:
         Args:
             asked: The request of all choices.
             request_id: What the client calls it.
-            taken: None: the answer is text and no more.
+            turn: None: the answer is text and no more.
+            call_id: Names a call by its tool and its number.
             echo: None: nothing is shown of the prompt.
         """
         self._completions, self._asked, self._request_id = completions, asked, request_id
-        self._num_choices, self._taken, self._echo = num_choices, taken, echo
+        self._num_choices, self._turn, self._call_id, self._echo = num_choices, turn, call_id, echo
         self._num_left = num_choices
         self._num_tokens = self._num_cached_tokens = 0
         self._num_reasoning_tokens: dict[int, int] = {}
@@ -82,8 +76,8 @@ class Generation:
         """Yield one choice; the first says when the others may begin."""
         if index:
             await prefilled.wait()
-        parts = AnswerParts(self._taken.call_id) if self._taken is not None else None
-        async with aclosing(self._answer_of(asked)) as pieces:
+        num_calls = 0
+        async with aclosing(answer_to(self._turn, self._completions, asked)) as pieces:
             async for piece in pieces:
                 if not prefilled.is_set():
                     prefilled.set()
@@ -93,17 +87,24 @@ class Generation:
                 if self._echo is not None and self._echo.is_alone:
                     piece = piece.of_prompt_alone()
                 response = self._response(index, piece)
-                if parts is not None:
-                    parts.put(piece, response)
+                if self._turn is not None:
+                    num_calls = self._take_apart(piece, response, num_calls)
                     self._num_reasoning_tokens[index] = piece.num_reasoning_tokens
                 if piece.finish_reason is not None:
                     self._finish(response)
                 yield response
 
-    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece, None]:
-        if self._taken is None:
-            return self._completions.generate(asked)
-        return taken_apart(self._completions, self._taken.turn, asked)
+    def _take_apart(self, piece: Piece, response: pb.GenerateResponse, num_calls: int) -> int:
+        """Write a piece's events into its response; return how many calls there are, after `num_calls`."""
+        response.text = "".join(event.text for event in piece.events if isinstance(event, Said))
+        response.reasoning = "".join(event.text for event in piece.events if isinstance(event, Thought))
+        for call in (event for event in piece.events if isinstance(event, Called)):
+            call_id = self._call_id(call.name, num_calls)
+            response.tool_calls.add(id=call_id, name=call.name, arguments=call.arguments)
+            num_calls += 1
+        if num_calls and piece.finish_reason is FinishReason.STOP:
+            response.finish_reason = "tool_calls"
+        return num_calls
 
     async def _shown_prompt(
         self, logprobs: PromptLogprobs | None

@@ -96,10 +96,10 @@ class Envelope(NamedTuple):
 class Shown:
     """The prompt as its choices show it: JSON that is made once for all of them."""
 
-    def __init__(self, token_ids: Sequence[int] = (), echo: str = "") -> None:
+    def __init__(self, token_ids: tuple[int, ...] = (), echo: str = "") -> None:
         """Begin. `echo`: text that stands before the generated text."""
         self.has_echo = bool(echo)
-        self._given_ids = token_ids
+        self.given_ids = token_ids
         self._given_echo = echo
         self.logprobs: defaultdict[str, _Grown] = defaultdict(_Grown)
         """The log probabilities of the prompt's tokens, by the names of the shape's lists."""
@@ -120,7 +120,7 @@ class Shown:
 
     @functools.cached_property
     def token_ids(self) -> bytes:
-        return pydantic_core.to_json(self._given_ids)  # json makes a text of each first
+        return pydantic_core.to_json(self.given_ids)  # json makes a text of each first
 
 
 class _Grown:
@@ -265,12 +265,7 @@ class Choice:
 
     def _tokens(self, piece: Piece) -> str:
         """Return the JSON of the details of a piece's tokens."""
-        details = NO_DETAILS
-        if self._envelope.with_logprobs:
-            details = to_json(self._details(piece.tokens))[1:-1]
-        elif self._envelope.with_token_ids:
-            details += f',"token_ids":[{",".join(str(token.token_id) for token in piece.tokens)}]'
-        return details
+        return NO_DETAILS if self._is_plain else to_json(self._details(piece.tokens))[1:-1]
 
     def _finish(self, reason: FinishReason | None) -> str:
         return "" if reason is None else self._chunk(self._envelope.shape.no_text, NO_DETAILS, reason)

@@ -10,9 +10,8 @@ it. The prompt is counted once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from base.clock import wall_clock_s
@@ -22,7 +21,7 @@ from base.request import RequestId
 from base.together import together
 from conductor.api.answer_blocks import AnswerBlocks
 from conductor.api.backend import Backend
-from conductor.api.completion import PART_UNITS, Piece
+from conductor.api.completion import PART_UNITS
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply
 from conductor.api.openai_format import CHAT, COMPLETION, DONE, Choice, Envelope, Shape, Shown, usage
@@ -49,13 +48,7 @@ from conductor.api.options import (
 from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
 from conductor.api.texts import asked_turn
-from conductor.api.turn import ChatTurn, call_ids, taken_apart, with_turn, without_thinking
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    token_ids: tuple[int, ...]
-    echo: str = ""
+from conductor.api.turn import ChatTurn, answer_to, call_ids, with_turn, without_thinking
 
 
 async def chat(backend: Backend, body: ChatBody, caller: Caller, reply: Reply) -> None:
@@ -71,7 +64,7 @@ async def chat(backend: Backend, body: ChatBody, caller: Caller, reply: Reply) -
         turn = await asked_turn(model, body, body.messages)
         if options.grammar is not None:
             turn = without_thinking(model, turn)
-        prompts = [_Prompt(turn.token_ids)]
+        prompts = [Shown(turn.token_ids)]
         requests = _requests(backend, prompts, with_turn(options, turn), caller, reply, None)
     turn_or_none = turn if turn.form is not None else None
     await _Generation(CHAT, backend, body, prompts, requests, reply, turn_or_none).answer()
@@ -91,7 +84,7 @@ async def completion(backend: Backend, body: CompletionBody, caller: Caller, rep
     caller.charge(len(body.prompt) * (body.n or 1) - 1)
     prompts = [await _prompt(body, given, model) for given in body.prompt]
     if options.prompt_logprobs is not None:
-        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        num_tokens = sum(len(prompt.given_ids) for prompt in prompts)
         check_prompt_logprobs(num_tokens, options.prompt_logprobs)
     requests = _requests(backend, prompts, options, caller, reply, DEFAULT_COMPLETION_TOKENS)
     answer = _Generation(COMPLETION, backend, body, prompts, requests, reply)
@@ -108,19 +101,19 @@ def _check(body: ChatBody | CompletionBody, model: ServedModel, reply: Reply) ->
         raise invalid("stream_options", "only with stream: true")
 
 
-async def _prompt(body: CompletionBody, given: str | list[int], model: ServedModel) -> _Prompt:
+async def _prompt(body: CompletionBody, given: str | list[int], model: ServedModel) -> Shown:
     if isinstance(given, str):
         token_ids = await text_token_ids(model, given, body.add_special_tokens is not False)
-        return _Prompt(token_ids, given if body.echo else "")
+        return Shown(token_ids, given if body.echo else "")
     if not body.echo:
-        return _Prompt(tuple(given))
+        return Shown(tuple(given))
     echo = await token_ids_text(model, given, "prompt", body.skip_special_tokens is not False)
-    return _Prompt(tuple(given), echo)
+    return Shown(tuple(given), echo)
 
 
 def _requests(
     backend: Backend,
-    prompts: Sequence[_Prompt],
+    prompts: Sequence[Shown],
     options: Options,
     caller: Caller,
     reply: Reply,
@@ -130,7 +123,7 @@ def _requests(
     return [
         make_request(
             RequestId(f"{unique}-p{index}" if len(prompts) > 1 else unique),
-            prompt.token_ids,
+            prompt.given_ids,
             options,
             caller,
             backend.model,
@@ -149,7 +142,7 @@ class _Generation:
         shape: Shape,
         backend: Backend,
         body: ChatBody | CompletionBody,
-        prompts: Sequence[_Prompt],
+        prompts: Sequence[Shown],
         requests: Sequence[TextRequest],
         reply: Reply,
         turn: ChatTurn | None = None,
@@ -178,10 +171,9 @@ class _Generation:
             with_usage=body.include_usage,
         )
         n = self._n = body.n or 1
-        self._shown = [Shown(prompt.token_ids, prompt.echo) for prompt in prompts]
         self._choices = [
             Choice(self._envelope, at * n + offset, shown, self._blocks(backend, body))
-            for at, shown in enumerate(self._shown)
+            for at, shown in enumerate(prompts)
             for offset in range(n)
         ]
         self._asked = [
@@ -233,7 +225,7 @@ class _Generation:
         """
         events = ""
         choice, stream = self._choices[at], self._stream
-        async with aclosing(self._answer_of(self._asked[at])) as pieces:
+        async with aclosing(answer_to(self._turn, self._completions, self._asked[at])) as pieces:
             async for piece in pieces:
                 if piece.prompt_logprobs is not None:
                     await self._show_prompt(at // self._n, piece.prompt_logprobs)
@@ -251,22 +243,17 @@ class _Generation:
 
     async def _show_prompt(self, at: int, logprobs: PromptLogprobs) -> None:
         """Take the log probabilities of a prompt, as JSON that its choices begin with."""
-        token_ids, num_top = self._prompts[at].token_ids, self._asked[at * self._n].request.num_logprobs
+        token_ids, num_top = self._prompts[at].given_ids, self._asked[at * self._n].request.num_logprobs
         count = max(1, PART_UNITS // (1 + (num_top or 0)))
         for begin in range(0, logprobs.num_tokens + 1, count):
             await self._completions.turn(PART_UNITS)
             tokens = logprobs.tokens(token_ids, begin, min(begin + count, logprobs.num_tokens + 1))
-            self._shown[at].add_logprobs(tokens, self._envelope)
-
-    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece, None]:
-        if self._turn is None:
-            return self._completions.generate(asked)
-        return taken_apart(self._completions, self._turn, asked)
+            self._prompts[at].add_logprobs(tokens, self._envelope)
 
     def _usage(self) -> Mapping[str, Any]:
         blocks = [choice.blocks for choice in self._choices if choice.blocks is not None]
         return usage(
-            sum(len(prompt.token_ids) for prompt in self._prompts),
+            sum(len(prompt.given_ids) for prompt in self._prompts),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.num_cached_tokens for choice in self._choices[:: self._n]),
             sum(found.num_reasoning_tokens for found in blocks) if self._turn is not None else None,

@@ -29,7 +29,7 @@ from conductor.api.embeddings.grpc_embeddings import embed_request, wanted_of
 from conductor.api.embeddings.grpc_embeddings import responses as embeddings
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
 from conductor.api.grpc_chat import Conversation, conversation
-from conductor.api.grpc_generation import Echo, Generation, Taken
+from conductor.api.grpc_generation import Echo, Generation
 from conductor.api.headers import Caller
 from conductor.api.openai_schema import MAX_CHOICES
 from conductor.api.openai_tools import MAX_TOOL_CALLS, MAX_TOOLS
@@ -158,19 +158,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if num_choices > MAX_CHOICES:
                 raise invalid("n", f"at most {MAX_CHOICES} choices")
             caller.charge(num_choices - 1)
-            taken = echo = None
+            turn = echo = None
+            num_calls = 0
             if isinstance(said.prompt, Conversation):
                 turn = await self._turn(said, said.prompt)
                 token_ids, options = turn.token_ids, with_turn(options, turn)
-                if turn.form is not None:
-                    taken = Taken(turn, call_ids(self._model.family, self._rng, said.prompt.num_calls))
+                num_calls = said.prompt.num_calls
             else:
                 token_ids = await self._token_ids(said)
                 echo = await self._echo(said, token_ids)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
-        return Generation(self._completions, asked, num_choices, request_id, taken, echo)
+        call_id = call_ids(self._model.family, self._rng, num_calls)
+        turn = turn if turn is not None and turn.form is not None else None
+        return Generation(self._completions, asked, num_choices, request_id, turn, call_id, echo)
 
     async def _turn(self, said: _Said, talk: Conversation) -> ChatTurn:
         turn = await prepare_turn(

@@ -143,6 +143,13 @@ def _stop_thinking(model: ServedModel, form: Form) -> tuple[int, ...]:
     return model.tokenizer.encode(form.stop_thinking, add_special_tokens=False)
 
 
+def answer_to(
+    turn: ChatTurn | None, completions: Completions, asked: TextRequest
+) -> AsyncGenerator[Piece, None]:
+    """Return what yields the answer to a turn, with its events, or to a prompt that is none."""
+    return completions.generate(asked) if turn is None else taken_apart(completions, turn, asked)
+
+
 async def taken_apart(
     completions: Completions, turn: ChatTurn, asked: TextRequest
 ) -> AsyncGenerator[Piece, None]:
