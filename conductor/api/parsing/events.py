@@ -72,6 +72,14 @@ def called_or_none(name: object, arguments: object) -> Called | None:
         return None
 
 
+def handed(call: Called | None, emit: Emit, text: str) -> str | None:
+    """Hand a call to `emit` and return None; return `text`, which was to be one, where it is none."""
+    if call is None:
+        return text
+    emit(call)
+    return None
+
+
 def fault_of(value: Any) -> str:
     """Return what a value of JSON has that it may not have, in words; empty: nothing.
 

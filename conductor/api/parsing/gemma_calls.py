@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conductor.api.parsing.events import MAX_CALL_DEPTH, Emit, Schemas, called_or_none, value_or_none
+from conductor.api.parsing.events import MAX_CALL_DEPTH, Emit, Schemas, called_or_none, handed, value_or_none
 from conductor.api.parsing.feed import Feed, Steps
 
 QUOTE = '<|"|>'
@@ -25,10 +25,7 @@ def gemma(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         call = called_or_none(name.strip(), _Values(bracket + rest).whole())
     except ValueError:
         call = None
-    if call is None:
-        return block + _END
-    emit(call)
-    return None
+    return handed(call, emit, block + _END)
 
 
 class _Values:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from conductor.api.parsing.events import Called, Emit, Schemas, called_or_none, value_or_none
+from conductor.api.parsing.events import Called, Emit, Schemas, called_or_none, handed, value_or_none
 from conductor.api.parsing.feed import Feed, JsonText, Marks, Steps
 
 ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -91,10 +91,7 @@ def mistral(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
     if found not in ("[ARGS]", "{") or not feed.text.startswith("{"):
         return head
     call, text = yield from feed.call(name.strip())
-    if call is None:
-        return head + text
-    emit(call)
-    return None
+    return handed(call, emit, head + text)
 
 
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"

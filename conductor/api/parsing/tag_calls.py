@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from conductor.api.parsing.coerce import typed
-from conductor.api.parsing.events import Called, Emit, Schemas, called_or_none, value_or_none
+from conductor.api.parsing.events import Called, Emit, Schemas, called_or_none, handed, value_or_none
 from conductor.api.parsing.feed import Feed, Marks, Steps
 
 
@@ -57,10 +57,7 @@ def qwen_open_function(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | 
     name, bracket, body = block.partition(">")
     given = [(match[1].strip(), match[2]) for match in _QWEN_VALUE.finditer(body)] if bracket else []
     call = _typed_call(name.strip(), given, schemas) if bracket else None
-    if call is None:
-        return block + end
-    emit(call)
-    return None
+    return handed(call, emit, block + end)
 
 
 _GLM_VALUE = re.compile(
@@ -84,10 +81,7 @@ def glm(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         feed.text = rest
     name, found, pairs = block.partition("<arg_key>")
     call = _typed_call(name.strip(), _GLM_VALUE.findall(found + pairs), schemas)
-    if call is None:
-        return f"{block}</tool_call>"
-    emit(call)
-    return None
+    return handed(call, emit, f"{block}</tool_call>")
 
 
 _DSML = "｜DSML｜"
@@ -167,7 +161,4 @@ def xtml_call(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         for key, kind, text in _XTML_VALUE.findall(block)
     }
     call = called_or_none(html.unescape(name[1]), given) if name else None
-    if call is None:
-        return head + block
-    emit(call)
-    return None
+    return handed(call, emit, head + block)

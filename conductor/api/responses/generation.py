@@ -20,6 +20,7 @@ from conductor.api.completion import Piece
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
 from conductor.api.openai_format import DONE
+from conductor.api.openai_schema import sampling_of
 from conductor.api.openai_tools import past_arguments
 from conductor.api.options import check_options, make_request, params_spelled, require_model, unique_id
 from conductor.api.parsing.events import Called, Said, value_or_none
@@ -37,6 +38,7 @@ from conductor.api.turn import (
     without_thinking,
 )
 
+_SHOWN_SAMPLING = ("top_p", "temperature", "presence_penalty", "frequency_penalty")
 _SPELLED = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
 
 
@@ -157,7 +159,7 @@ class _Response:
         """Unlike a client's request id, that of one response alone."""
         self._items = items
         self._num_prompt_tokens = len(asked.turn.token_ids)
-        sampling = backend.model.sampling
+        sampling, sampled = backend.model.sampling, sampling_of(body)
         reasoning = body.reasoning
         self._shown: dict[str, Any] = {
             "id": response_id,
@@ -172,10 +174,7 @@ class _Response:
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": {"format": _shown_format(body)},
-            "top_p": _said(body.top_p, sampling.top_p),
-            "temperature": _said(body.temperature, sampling.temperature),
-            "presence_penalty": _said(body.presence_penalty, sampling.presence_penalty),
-            "frequency_penalty": _said(body.frequency_penalty, sampling.frequency_penalty),
+            **{name: sampled.get(name, getattr(sampling, name)) for name in _SHOWN_SAMPLING},
             "top_logprobs": 0,
             "reasoning": {
                 "effort": reasoning.effort if reasoning is not None else None,
@@ -212,10 +211,6 @@ class _Response:
     def _at(self, status: str, **fields: Any) -> Mapping[str, Any]:
         empty = {"incomplete_details": None, "completed_at": None}
         return {**self._shown, "status": status, **empty, **fields}
-
-
-def _said(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _shown_tool(tool: ToolSpec) -> dict[str, Any]:
