@@ -25,7 +25,9 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
 from jsonschema.validators import validator_for
+from referencing import Registry
 from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 Schema = dict[str, Any] | bool
 
@@ -77,6 +79,8 @@ class _Narrowing:
         self._is_known_format = is_known_format
         kind = validator_for(root, default=Draft202012Validator)
         self._validator = kind(root)
+        resource = DRAFT202012.create_resource(root)
+        self._resolver = Registry().with_resource("", resource).resolver()
 
     def narrow(self, schema: Schema) -> Schema:
         if isinstance(schema, bool):
@@ -229,16 +233,11 @@ class _Narrowing:
             yield self.complement(self._referred(value), depth)
 
     def _referred(self, reference: Any) -> Schema:
-        """Return what a reference of the form `#/...` is to."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            raise CannotNarrowError(f"$ref: {reference!r} is not within the schema")
-        found: Any = self._validator.schema
-        for part in reference[1:].split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            try:
-                found = found[int(name)] if isinstance(found, list) else found[name]
-            except (LookupError, ValueError, TypeError):
-                raise CannotNarrowError(f"$ref: {reference!r} leads nowhere") from None
+        """Return what a reference within the schema is to."""
+        try:
+            found = self._resolver.lookup(reference).contents
+        except (Unresolvable, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CannotNarrowError(f"$ref: {reference!r} leads nowhere in the schema") from error
         if not isinstance(found, dict | bool):
             raise CannotNarrowError(f"$ref: {reference!r} is to no schema")
         return found

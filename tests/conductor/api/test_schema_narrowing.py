@@ -34,6 +34,11 @@ NARROWED = {
     "not all of": {"type": "integer", "not": {"allOf": [{"minimum": 3}, {"maximum": 9}]}},
     "not properties": {**OBJECT, "required": ["a"], "not": {"properties": {"a": {"minimum": 10}}}},
     "not items": {**ARRAY, "not": {"items": {"minimum": 0}}},
+    "not an anchor": {
+        "$defs": {"few": {"$anchor": "few", "maximum": 3}},
+        "type": "integer",
+        "not": {"$ref": "#few"},
+    },
     "not a reference": {"$defs": {"few": {"maximum": 3}}, "type": "integer", "not": {"$ref": "#/$defs/few"}},
     "one of": {**OBJECT, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     "one of, overlapping": {"type": "integer", "oneOf": [{"minimum": 3}, {"maximum": 9}]},
