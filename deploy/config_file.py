@@ -10,7 +10,6 @@ last one wins) hides an edit made in the wrong place.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -25,6 +24,16 @@ MAX_VALUES = 10_000
 MERGE = "tag:yaml.org,2002:merge"
 
 
+class _Loader(yaml.SafeLoader):
+    """Makes the values that JSON has, and of a date its text."""
+
+    yaml_constructors = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    } | {"tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_str}
+
+
 class _Document:
     """The values of a YAML document, and the line, from 1, on which each key stands."""
 
@@ -32,61 +41,41 @@ class _Document:
         """Read a document; raises yaml.YAMLError or ValueError for what is no table of plain values."""
         self.lines: dict[KeyPath, int] = {(): 1}
         self._num_values = 0
-        self._made: dict[int, tuple[Any, int]] = {}
-        """The value of each node, and how many values it is with those within it."""
-        self._loader = yaml.SafeLoader("")
-        root = yaml.compose(text, yaml.SafeLoader)
-        self.table = {} if root is None else self._value(root, ())
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        self._look_at(root, ())
+        self.table = {} if root is None else loader.construct_document(root)
 
-    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return a node's value; that of an alias is made once, and counted each time."""
-        value, num_values = self._made.get(id(node), (None, 1))
-        self._num_values += num_values
+    def _look_at(self, node: yaml.Node | None, path: KeyPath) -> None:
+        """Note the lines of what is in a node; that of an alias is looked at, and counted, each time."""
+        self._num_values += 1
         if self._num_values > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES} values, with aliases spelled out")
-        if id(node) not in self._made:
-            num_before = self._num_values - 1
-            value = self._new_value(node, path)
-            self._made[id(node)] = value, self._num_values - num_before
-        return value
-
-    def _new_value(self, node: yaml.Node, path: KeyPath) -> Any:
         if len(path) > MAX_DEPTH:
             raise ValueError(f"tables and lists are nested more than {MAX_DEPTH} deep")
-        if isinstance(node, yaml.ScalarNode):
-            value = self._loader.construct_object(node)
-            is_plain = value is None or isinstance(value, bool | int | float | str)
-            return value if is_plain else str(value)  # as JSON would have it: a date is its text
-        if node.tag == yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG:
-            return self._table(node, path)
-        if node.tag != yaml.resolver.BaseResolver.DEFAULT_SEQUENCE_TAG:
-            problem = f"could not determine a constructor for the tag {node.tag!r}"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        items = list(enumerate(node.value))
-        self.lines.update({(*path, index): item.start_mark.line + 1 for index, item in items})
-        return [self._value(item, (*path, index)) for index, item in items]
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.lines[(*path, index)] = item.start_mark.line + 1
+                self._look_at(item, (*path, index))
+        elif isinstance(node, yaml.MappingNode):
+            keys: set[str] = set()
+            for key, value in node.value:
+                self._look_at_key(key, keys)
+                self.lines[(*path, key.value)] = key.start_mark.line + 1
+                self._look_at(value, (*path, key.value))
 
-    def _table(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        merged: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = key_node.value
-            if key_node.tag == MERGE:
-                tables = self._value(value_node, (*path, key))
-                for each in reversed(tables if isinstance(tables, list) else [tables]):
-                    if not isinstance(each, dict):
-                        raise ValueError("<<: a table, or a list of them, is wanted")
-                    merged.update(each)
-                continue
-            if key_node.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
-                what = f"{key} is no key" if isinstance(key, str) else "a table or list is no key"
-                raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
-            if key in table:
-                problem = f"the key {key!r} stands here a second time"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            self.lines[(*path, key)] = key_node.start_mark.line + 1
-            table[key] = self._value(value_node, (*path, key))
-        return {**merged, **table}
+    def _look_at_key(self, node: yaml.Node, before: set[str]) -> None:
+        """Raise YAMLError for a key that is no text, or that is among those `before`."""
+        problem = ""
+        if node.tag == MERGE:
+            return
+        if node.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+            problem = f"{node.value if isinstance(node.value, str) else 'a table or list'} is no key"
+        elif node.value in before:
+            problem = f"the key {node.value!r} stands here a second time"
+        if problem:
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        before.add(node.value)
 
 
 def read_cluster_config(path: Path | None) -> ClusterConfig:
