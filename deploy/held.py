@@ -64,12 +64,6 @@ class HeldProcess:
             return None
         return held
 
-    def __enter__(self) -> HeldProcess:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def supervise_by(self, path: Path) -> None:
         """Take the lifeline of a child of ours, if it has one."""
         self._lifeline = hold(path, SUPERVISES)
@@ -138,7 +132,7 @@ class HeldProcess:
 def end_at(path: Path, grace_s: float) -> None:
     """End the process whose lifeline is at `path`, if there is one: SIGTERM, and SIGKILL after `grace_s`."""
     if (process := HeldProcess.at(path, KEEPS)) is not None:
-        with process:
+        with contextlib.closing(process):
             process.signal(signal.SIGTERM)
             if not process.has_ended(grace_s):
                 process.signal(signal.SIGKILL)

@@ -13,6 +13,9 @@ Kubernetes) starts a whole cluster. A joined Ray has processes on other hosts to
 there the driver reports none, and all of them drain.
 
 Whatever is left below the keeper after that is killed: agents of a Ray that lost its GCS live on for long.
+A process whose parent has died becomes the child of its nearest ancestor that asked the kernel for that (a
+child subreaper), else of the machine's first process. The keeper asks, so all that is left below it is a
+child of its own sooner or later: no search by name, and nothing of others.
 
 The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once, and no
 standard input, which a terminal's foreground alone may read. A terminal that hangs up drains the cluster, and
@@ -22,6 +25,7 @@ second signal hangs in Ray, and is killed.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import selectors
@@ -30,7 +34,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -38,7 +42,6 @@ from typing import Any, NoReturn, TextIO
 from base.clock import Clock
 from base.lifeline import KEEPS
 from deploy.held import HeldProcess
-from deploy.orphans import adopt_orphans, children, end_children
 
 LAUNCHED = b"+"
 """The driver's report that processes are ready which shall outlive Ray."""
@@ -50,6 +53,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 that ends may send several, is no second one, and is left ignored where it was (`nohup`)."""
 INTERRUPTED = 130
 """Exit status of a command that a signal ended before it had done its work."""
+PR_SET_CHILD_SUBREAPER = 36
+"""The number of the option in Linux's `prctl`."""
+KILLED_S = 10.0
+"""The longest that one process is waited for after SIGKILL: in a device's driver it may never end."""
 DRAIN_S = 40.0
 """The longest drain of the conductors, and again of the nodes: longer than each takes itself."""
 
@@ -62,8 +69,8 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
             that shall outlive Ray.
         folder: The folder of the run, which holds the sockets of the processes' lifelines.
     """
-    others = children()  # those of whoever became this command by exec
-    adopt_orphans()
+    others = _children()  # those of whoever became this command by exec
+    _adopt_orphans()
     reports, report = os.pipe()
     keeper_lives, keeper = os.pipe()
     sys.stderr = _lasting(sys.stderr)
@@ -81,7 +88,7 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
     os.close(keeper_lives)
     # What is open and which signals are taken stay so: the command ends after this.
     status = _Keeper(driver, reports, _signals(), folder, clock).run()
-    end_children(others)
+    _end_children(others)
     return status
 
 
@@ -304,3 +311,43 @@ class _Keeper:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of every process below this one that loses its own, from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, *(ctypes.c_ulong(each) for each in (1, 0, 0, 0))) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(error)}")
+
+
+def _children() -> set[int]:
+    """Return the children of this process, zombies too."""
+    return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_child(entry)}
+
+
+def _is_child(entry: Path) -> bool:
+    try:
+        _, parent, *_ = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return False
+    return int(parent) == os.getpid()
+
+
+def _end_children(spared: set[int]) -> None:
+    """Send SIGKILL to every child but `spared`, and to what becomes a child thereby, until none is left.
+
+    Nobody else in this process may wait for children meanwhile: then no number is another process's.
+    """
+    spared = set(spared)
+    while found := _children() - spared:
+        processes = [HeldProcess(pid) for pid in found]
+        for process in processes:
+            process.signal(signal.SIGKILL)
+        for process in processes:
+            with closing(process):
+                if process.has_ended(KILLED_S):
+                    with suppress(ChildProcessError):
+                        os.waitpid(process.pid, 0)
+                else:
+                    spared.add(process.pid)

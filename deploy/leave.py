@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
@@ -25,7 +25,7 @@ def leave(programs: Programs, clock: Clock, grace_s: float) -> None:
     """Drain the conductors of this host and this user, then the nodes; wait `grace_s` for each half."""
     for command in (programs.conductor, programs.node):
         with ExitStack() as held:
-            processes = [held.enter_context(process) for process in _running(command[1:])]
+            processes = [held.enter_context(closing(process)) for process in _running(command[1:])]
             for process in processes:
                 process.signal(signal.SIGTERM)
             deadline_s = clock.now_s() + grace_s

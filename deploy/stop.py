@@ -6,6 +6,7 @@ It sends `conductor up` the signals of a terminal: one drains, a second ends eve
 from __future__ import annotations
 
 import signal
+from contextlib import closing
 from typing import Annotated
 
 import typer
@@ -33,7 +34,7 @@ def main(
 def end(cluster: Running, now: bool) -> None:
     """Ask a cluster to end, and wait until it has; raises ConfigError if it is another user's."""
     try:
-        with HeldProcess(cluster.pid) as process:
+        with closing(HeldProcess(cluster.pid)) as process:
             # The process is held by now; if its name is still locked, it is the cluster and no successor.
             if any(
                 (each.name, each.pid) == (cluster.name, cluster.pid) for each in running(cluster.cache_dir)
