@@ -9,6 +9,7 @@ closes the generator, which cancels the request on the nodes. Errors are raised,
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -24,9 +25,8 @@ from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SamplingParams, 
 from base.rpc import Service
 from conductor.api.access import Authorizer, metadata
 from conductor.api.completion import Completions
-from conductor.api.embeddings.batch import EmbeddingBatch
-from conductor.api.embeddings.grpc_embeddings import embed_request, wanted_of
-from conductor.api.embeddings.grpc_embeddings import responses as embeddings
+from conductor.api.embeddings.batch import EmbeddingBatch, Input, Wanted, num_dimensions
+from conductor.api.embeddings.schema import MAX_INPUTS
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
 from conductor.api.grpc_chat import Conversation, conversation
 from conductor.api.grpc_generation import Echo, Generation
@@ -121,17 +121,31 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with self._authorizer.client(said) as client, self._completions.call(client) as call:
             call.take_bytes(len(data))
             caller = call.caller(said, self._default_slo, context.time_remaining())
-            message, inputs = await on_body(data, embed_request)
+            message, inputs = await on_body(data, _embed_request)
             check_request_id(message.request_id)
             require_model(self._model, message.model or None)
             caller = _with_slo(caller, message.slo)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
-            wanted = wanted_of(message, inputs, self._model)
+            asked = message.dimensions if message.HasField("dimensions") else None
+            wanted = Wanted(
+                inputs,
+                num_dimensions(self._model, asked, len(inputs)),
+                Options(max_tokens=1, priority=message.priority, cache_salt=message.cache_salt),
+                True,
+                lambda place: f"inputs[{place}]",
+            )
             name = unique_id(request_id, self._rng)
             batch = EmbeddingBatch(self._completions, wanted, caller, name, self._rng)
             await batch.run()
             call.answers()
-            async for response in embeddings(batch, request_id):
+            for place, vector in enumerate(batch.vectors):
+                await batch.turn()
+                response = inference_pb2.EmbedResponse(
+                    request_id=request_id, index=place, embedding=array("f", vector)
+                )
+                if place == len(inputs) - 1:
+                    response.usage.prompt_tokens = batch.num_tokens
+                    response.usage.cached_tokens = batch.num_cached_tokens
                 yield response
 
     async def ListModels(  # type: ignore[override]  # noqa: N802
@@ -238,6 +252,23 @@ def _said(data: bytes) -> _Said:
                 raise invalid("echo", "the prompt of a chat is not shown")
             prompt = conversation(message.chat)
     return _Said(message, prompt, _options(message))
+
+
+def _embed_request(data: bytes) -> tuple[inference_pb2.EmbedRequest, list[Input]]:
+    """Read a message and its inputs; raises InvalidRequestError and DecodeError."""
+    message = parsed(data, inference_pb2.EmbedRequest)
+    if not 1 <= len(message.inputs) <= MAX_INPUTS:
+        raise invalid("inputs", f"between 1 and {MAX_INPUTS} are wanted, not {len(message.inputs)}")
+    inputs: list[Input] = []
+    for place, given in enumerate(message.inputs):
+        match given.WhichOneof("input"):
+            case "text":
+                inputs.append(given.text)
+            case "token_ids":
+                inputs.append(array("I", given.token_ids.ids))
+            case _:
+                raise invalid(f"inputs[{place}]", "one of text and token_ids is wanted")
+    return message, inputs
 
 
 def _check_lists(message: inference_pb2.GenerateRequest) -> None:
