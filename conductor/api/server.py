@@ -33,6 +33,7 @@ from base.logs import event
 from base.request import Slo
 from base.rpc import Health, Port, start_server
 from base.tls import Certificates
+from base.together import beside
 from conductor.api.access import Authorizer
 from conductor.api.completion import Completions
 from conductor.api.http_api import HttpApi
@@ -104,23 +105,16 @@ async def listening(
         app = HttpApi(completions, default_slo, max_bytes, rng, reports, authorizer)
         http_server = _HttpServer(_shared_with(config.cors_origins, app), config.tls)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(http_server.serve(sockets=[http_socket]))
+            async with beside() as begin:
+                begin(http_server.serve(sockets=[http_socket]))
                 try:
                     yield Listening(http_socket.getsockname()[1], grpc_port, attach_port, health)
                 finally:
                     await _drain(completions, health, drain_s)
                     http_server.stop()
-        except BaseExceptionGroup as failed:
-            raise _first_failure(failed) from None
         finally:
             await grpc_server.stop(STOP_S)
             await completions.grammars.close()
-
-
-def _first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = failed.exceptions[0]
-    return _first_failure(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 async def _drain(completions: Completions, health: Health, drain_s: float) -> None:

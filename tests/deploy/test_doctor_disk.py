@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from base.config import GIB, ClusterConfig, PoolConfig, StoreConfig
-from deploy.doctor_disk import DiskSeen, check_disk, look_at_disk
+from deploy.doctor import DiskSeen, check_disk, look_at_disk
 
 
 def config_of(path, disk_gib=8.0):
