@@ -95,7 +95,7 @@ class GrammarChecker:
         if trying is None:
             if len(self._trying) >= MAX_WAITING:
                 raise RejectedError(f"{len(self._trying)} grammars wait to be compiled")
-            trying = self._trying[asked] = asyncio.create_task(self._in_turn(asked))
+            trying = self._trying[asked] = asyncio.create_task(self._tried(asked))
             trying.add_done_callback(lambda task: self._ended(asked, task))
         return trying
 
@@ -104,21 +104,18 @@ class GrammarChecker:
         if not trying.cancelled():
             trying.exception()  # those who wait for it have it, if any still do
 
-    async def _in_turn(self, asked: Grammar) -> Grammar | str:
-        async with self._turn:
-            return await self._tried(asked)
-
     @property
     def pid(self) -> int | None:
         """The process of the moment, if there is one."""
         return self._process.pid if self._process is not None else None
 
     async def _tried(self, asked: Grammar) -> Grammar | str:
-        try:
-            table = await self._exchanged(asked)
-        except _EndedError:
-            # It ended while it had nothing to do: once more.
-            table = await self._exchanged(asked)
+        async with self._turn:
+            try:
+                table = await self._exchanged(asked)
+            except _EndedError:
+                # It ended while it had nothing to do: once more.
+                table = await self._exchanged(asked)
         self.num_tried += 1
         found = table.get("error") or Grammar(GrammarKind(table["kind"]), table["source"])
         self._keep(asked, found)

@@ -69,10 +69,6 @@ async def _described(backend: Backend) -> Response:
     return Response(await asyncio.to_thread(openapi_json), media_type="application/json")
 
 
-def _to_page(backend: Backend) -> Response:
-    return RedirectResponse("/ui")
-
-
 EVERYBODY, CLIENTS, OPERATORS, SCRAPERS = Who
 
 ROUTES = (
@@ -141,7 +137,7 @@ ROUTES = (
     HttpRoute("/ui", EVERYBODY, page("index.html", "text/html"), "The same for people, as a page."),
     *(HttpRoute(f"/ui/{name}.js", EVERYBODY, page(f"{name}.js", "text/javascript"), "") for name in MODULES),
     HttpRoute("/ui/style.css", EVERYBODY, page("style.css", "text/css"), ""),
-    HttpRoute("/", EVERYBODY, _to_page, "Leads to the page."),
+    HttpRoute("/", EVERYBODY, lambda backend: RedirectResponse("/ui"), "Leads to the page."),
 )
 
 

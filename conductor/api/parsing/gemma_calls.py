@@ -11,13 +11,9 @@ QUOTE = '<|"|>'
 _END = "<tool_call|>"
 
 
-def _is_whole(text: str) -> bool:
-    return text.count(QUOTE) % 2 == 0
-
-
 def gemma(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
     """Read a call after `<|tool_call>`."""
-    block = yield from feed.block(_END, _is_whole)
+    block = yield from feed.block(_END, lambda text: text.count(QUOTE) % 2 == 0)
     if block is None:
         return ""
     name, bracket, rest = block.strip().removeprefix("call:").partition("{")

@@ -65,13 +65,11 @@ _GLM_VALUE = re.compile(
 )
 
 
-def _glm_is_whole(text: str) -> bool:
-    return "<arg_value>" not in text or text.rstrip().endswith("</arg_value>")
-
-
 def glm(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
     """Read `NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ... </tool_call>`."""
-    block = yield from feed.block("</tool_call>", _glm_is_whole)
+    block = yield from feed.block(
+        "</tool_call>", lambda text: "<arg_value>" not in text or text.rstrip().endswith("</arg_value>")
+    )
     rest = ""
     if block is None:
         # A value that is not closed, but the call is: all that could follow was waited for.
@@ -98,10 +96,9 @@ def dsml(section: str, space: str) -> Any:
         rf"(?=\s*(?:<{mark}parameter name=|\Z))",
         re.DOTALL,
     )
-    close = f"</{mark}parameter>"
 
     def is_whole(text: str) -> bool:
-        return f"<{mark}parameter name=" not in text or text.rstrip().endswith(close)
+        return f"<{mark}parameter name=" not in text or text.rstrip().endswith(f"</{mark}parameter>")
 
     def read(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         while True:
@@ -142,17 +139,15 @@ _XTML_VALUE = re.compile(
 )
 _XTML_CALL = re.compile(r'call tool="([^"\n]{0,200})"')
 _XTML_SEP = Marks("<|sep|>")
-_XTML_ARGUMENT_END = "<|close|>argument<|sep|>"
-
-
-def _xtml_is_whole(text: str) -> bool:
-    return "<|open|>argument" not in text or text.endswith(_XTML_ARGUMENT_END)
 
 
 def xtml_call(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
     """Read a call of Kimi K3 after its opening."""
     head, _ = yield from feed.text_until(_XTML_SEP)
-    block = yield from feed.block("<|close|>call<|sep|>", _xtml_is_whole)
+    block = yield from feed.block(
+        "<|close|>call<|sep|>",
+        lambda text: "<|open|>argument" not in text or text.endswith("<|close|>argument<|sep|>"),
+    )
     name = _XTML_CALL.match("call" + head)
     if block is None:
         return ""
