@@ -29,6 +29,7 @@ from conductor.api.backend import Backend
 from conductor.api.body_bounds import check_structure
 from conductor.api.completion import Completions
 from conductor.api.headers import Caller, require_own_page, said_once
+from conductor.api.http_errors import OPENAI_ERRORS, ErrorForm, HttpError, http_error, internal_error
 from conductor.api.http_reply import (
     BodyError,
     ClientGoneError,
@@ -38,7 +39,6 @@ from conductor.api.http_reply import (
     to_json,
     while_connected,
 )
-from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm, HttpError, http_error, internal_error
 from conductor.api.openai_schema import read_long_body
 from conductor.api.options import check_request_id
 from conductor.api.responses.held import HeldResponses

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from base.alarm import Alarm
-from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm, HttpError
+from conductor.api.http_errors import OPENAI_ERRORS, ErrorForm, HttpError
 
 # ASCII alone: some clients split events at Unicode's line separators.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -96,7 +96,7 @@ class Reply:
             return  # the connection is closed, and its client sees that something is missing
         if self._is_started:
             async with self._turn:
-                await self.end(self._errors.event(error, self.request_id))
+                await self.end(self._errors.in_stream(error, self.request_id))
         else:
             await self.whole([self._errors.body(error, self.request_id)], error.status, error.headers)
 

@@ -19,11 +19,10 @@ from conductor.api.access import Who
 from conductor.api.backend import Backend
 from conductor.api.embeddings.generation import embeddings
 from conductor.api.embeddings.schema import EmbeddingsBody
+from conductor.api.http_errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm
 from conductor.api.http_reply import to_json
-from conductor.api.messages.errors import ANTHROPIC_ERRORS
 from conductor.api.messages.generation import count_tokens, create_message
 from conductor.api.messages.schema import CountTokensBody, MessagesBody
-from conductor.api.openai_errors import OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm
 from conductor.api.openai_generation import chat, completion
 from conductor.api.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from conductor.api.replay_body import ReplayBody

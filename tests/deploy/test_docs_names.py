@@ -13,7 +13,7 @@ from base.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from conductor.api.openai_errors import http_error
+from conductor.api.http_errors import http_error
 from conductor.api.routes import ROUTES
 from deploy.top import LINES
 from tests.deploy.processes import ROOT

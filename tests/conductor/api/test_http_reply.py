@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from conductor.api.http_errors import internal_error
 from conductor.api.http_reply import JOINED_BYTES, Reply
-from conductor.api.openai_errors import internal_error
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3 * JOINED_BYTES])

@@ -1,4 +1,4 @@
-"""Every error as OpenAI's error object and its HTTP status. The one table for HTTP.
+"""Every error as the error object of the API at hand and its HTTP status. The one table for HTTP.
 
 `Retry-After` goes with every answer that another try may change; the official clients
 wait that long and try again by themselves.
@@ -46,12 +46,6 @@ class HttpError:
     """Seconds that a rejection is based on."""
 
     @property
-    def body(self) -> bytes:
-        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param}
-        error |= {"code": self.code, **self.predicted}
-        return json.dumps({"error": error}).encode()
-
-    @property
     def headers(self) -> Mapping[str, str]:
         headers = {"content-type": "application/json"}
         if self.retry_after_s is not None:
@@ -61,31 +55,56 @@ class HttpError:
 
 
 class ErrorForm(NamedTuple):
-    """How an API words an error: as an answer, and in a stream that has begun."""
+    """How an API words an error, by the error and the request's id."""
 
-    body: Callable[[HttpError, str], bytes]
-    """JSON of an error, by the error and the request's id."""
-    event: Callable[[HttpError, str], str]
+    answer: Callable[[HttpError, str], Mapping[str, Any]]
+    event: Callable[[HttpError, str], Mapping[str, Any]]
+    """The error in a stream that has begun."""
+    event_name: str = "event: error\n"
+
+    def body(self, error: HttpError, request_id: str) -> bytes:
+        """Return the JSON of an answer."""
+        return json.dumps(self.answer(error, request_id)).encode()
+
+    def in_stream(self, error: HttpError, request_id: str) -> str:
+        """Return the event that ends a stream."""
+        return f"{self.event_name}data: {json.dumps(self.event(error, request_id))}\n\n"
 
 
-def _openai_body(error: HttpError, request_id: str) -> bytes:
-    return error.body
+def _openai_error(error: HttpError, request_id: str) -> Mapping[str, Any]:
+    shown = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": {**shown, **error.predicted}}
 
 
-def _openai_event(error: HttpError, request_id: str) -> str:
-    # No [DONE] follows it: whoever looks for that knows that the answer is not whole.
-    return f"data: {error.body.decode()}\n\n"
-
-
-def _responses_event(error: HttpError, request_id: str) -> str:
+def _responses_event(error: HttpError, request_id: str) -> Mapping[str, Any]:
     shown = {"code": error.code or error.kind, "message": error.message, "param": error.param}
-    numbered = {"type": "error", "sequence_number": LAST_SEQUENCE_NUMBER, **shown, "error": shown}
-    return f"event: error\ndata: {json.dumps(numbered)}\n\n"
+    return {"type": "error", "sequence_number": LAST_SEQUENCE_NUMBER, **shown, "error": shown}
 
 
-OPENAI_ERRORS = ErrorForm(_openai_body, _openai_event)
-RESPONSES_ERRORS = ErrorForm(_openai_body, _responses_event)
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _anthropic_error(error: HttpError, request_id: str) -> Mapping[str, Any]:
+    shown = {"type": _ANTHROPIC_TYPES.get(error.status, "api_error"), "message": error.message}
+    return {"type": "error", "error": shown, "request_id": request_id or None}
+
+
+# No [DONE] follows it: whoever looks for that knows that the answer is not whole.
+OPENAI_ERRORS = ErrorForm(_openai_error, _openai_error, event_name="")
+RESPONSES_ERRORS = ErrorForm(_openai_error, _responses_event)
 """The form of the Responses API, which has an event of its own in a stream."""
+ANTHROPIC_ERRORS = ErrorForm(_anthropic_error, _anthropic_error)
 
 # First match wins, so a class stands before its parents.
 _STATUS: tuple[tuple[type[ServeError], int, str, str | None], ...] = (
@@ -108,15 +127,12 @@ def http_error(error: ServeError) -> HttpError:
     for kind, status, type_name, code in _STATUS:
         if isinstance(error, kind):
             param = error.param if isinstance(error, InvalidRequestError) else None
-            predicted = _predicted(error)
+            predicted = {}
+            if isinstance(error, SloUnreachableError):
+                predicted["predicted_ttft_s"] = error.predicted_ttft_s
+                predicted["predicted_tbt_s"] = error.predicted_tbt_s
             return HttpError(status, type_name, code, str(error), param, retry_after_s(error), predicted)
     return internal_error()
-
-
-def _predicted(error: ServeError) -> Mapping[str, float]:
-    if not isinstance(error, SloUnreachableError):
-        return {}
-    return {"predicted_ttft_s": error.predicted_ttft_s, "predicted_tbt_s": error.predicted_tbt_s}
 
 
 def internal_error() -> HttpError:
