@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.hostile_bodies import SERVED_MODEL, Body, http_sites
-from conductor.api.embeddings.schema import MAX_INPUTS
+from conductor.api.embeddings.generation import MAX_INPUTS
 from conductor.api.openai_schema import MAX_CHOICES
 from conductor.api.options import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from protos import inference_pb2 as pb

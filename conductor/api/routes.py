@@ -17,8 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from conductor.api import about
 from conductor.api.access import Who
 from conductor.api.backend import Backend
-from conductor.api.embeddings.generation import embeddings
-from conductor.api.embeddings.schema import EmbeddingsBody
+from conductor.api.embeddings.generation import EmbeddingsBody, embeddings
 from conductor.api.http_errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm
 from conductor.api.http_reply import to_json
 from conductor.api.messages.generation import count_tokens, create_message

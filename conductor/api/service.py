@@ -26,7 +26,7 @@ from base.rpc import Service
 from conductor.api.access import Authorizer, metadata
 from conductor.api.completion import Completions
 from conductor.api.embeddings.batch import EmbeddingBatch, Input, Wanted, num_dimensions
-from conductor.api.embeddings.schema import MAX_INPUTS
+from conductor.api.embeddings.generation import MAX_INPUTS
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
 from conductor.api.grpc_chat import Conversation, conversation
 from conductor.api.grpc_generation import Echo, Generation

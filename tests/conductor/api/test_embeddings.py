@@ -18,8 +18,8 @@ from base.errors import ConfigError, LostError, RejectedError
 from base.metrics import samples_of
 from base.request import FinishReason, Pooling
 from conductor.api.embeddings.batch import MAX_NUMBERS, WINDOW, unit_vector
+from conductor.api.embeddings.generation import MAX_INPUTS
 from conductor.api.embeddings.rule import EmbeddingRule, embedding_rule
-from conductor.api.embeddings.schema import MAX_INPUTS
 from conductor.api.keys import KeyFile, Quota, change_keys, made_key
 from conductor.serving.generated import Generated
 from protos import inference_pb2 as pb
