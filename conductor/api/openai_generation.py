@@ -55,7 +55,8 @@ async def chat(backend: Backend, body: ChatBody, caller: Caller, reply: Reply) -
     """Answer a /v1/chat/completions call; raises ServeError."""
     model = backend.model
     max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    with params_spelled({"prompt": "messages", "max_tokens": max_tokens_name}):
+    spelled = {"prompt": "messages", "max_tokens": max_tokens_name, "logprobs": "top_logprobs"}
+    with params_spelled(spelled):
         _check(body, model, reply)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         options = to_options(body, max_tokens, num_chat_logprobs(body))

@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError, invalid
 from base.off_loop import on_body
-from base.request import MAX_TOP_LOGPROBS, SAMPLING_FIELDS, SamplingField, SamplingParams
+from base.request import SAMPLING_FIELDS, SamplingField, SamplingParams
 from conductor.api.body_bounds import MAX_VALUES
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall
 from conductor.api.grammar_fields import GrammarFields
@@ -355,10 +355,8 @@ def _logit_bias(table: Mapping[str, float]) -> dict[int, float]:
 def num_chat_logprobs(body: ChatBody) -> int | None:
     """Return how many alternatives a chat asks for with each token; None: no logprobs.
 
-    Raises InvalidRequestError for alternatives without logprobs, or more than `MAX_TOP_LOGPROBS`.
+    Raises InvalidRequestError for alternatives without logprobs.
     """
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
-    if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
-        raise invalid("top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}")
     return (body.top_logprobs or 0) if body.logprobs else None

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -48,7 +48,6 @@ from conductor.api.options import (
     unique_id,
 )
 from conductor.api.prompt import text_token_ids, token_ids_text
-from conductor.api.tokenizer import prompt_too_long
 from conductor.api.turn import ChatTurn, call_ids, prepare_turn, with_turn, without_thinking
 from protos import inference_pb2, inference_pb2_grpc
 
@@ -178,9 +177,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 turn = await self._turn(said, said.prompt)
                 token_ids, options = turn.token_ids, with_turn(options, turn)
                 num_calls = said.prompt.num_calls
+            elif said.prompt is None:
+                raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
             else:
-                token_ids = await self._token_ids(said)
-                echo = await self._echo(said, token_ids)
+                token_ids, echo = await self._shown_prompt(said, said.prompt)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
@@ -200,28 +200,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
         return without_thinking(self._model, turn) if said.options.grammar is not None else turn
 
-    async def _token_ids(self, said: _Said) -> tuple[int, ...]:
-        match said.prompt:
-            case str(text):
-                return await text_token_ids(self._model, text, _or_true(said.message, "add_special_tokens"))
-            case Conversation() | None:
-                raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
-            case token_ids:
-                if len(token_ids) >= self._model.max_model_len:
-                    raise prompt_too_long(len(token_ids), self._model.max_model_len)
-                return token_ids
-
-    async def _echo(self, said: _Said, token_ids: tuple[int, ...]) -> Echo | None:
-        """Return what is shown of a prompt; None: nothing."""
-        if not said.message.echo:
-            return None
-        options = said.options
+    async def _shown_prompt(
+        self, said: _Said, prompt: str | tuple[int, ...]
+    ) -> tuple[tuple[int, ...], Echo | None]:
+        """Return a prompt's token ids, and what is shown of it; None: nothing."""
+        message, options, text = said.message, said.options, prompt
+        if isinstance(prompt, str):
+            adds_special = not message.HasField("add_special_tokens") or message.add_special_tokens
+            token_ids = await text_token_ids(self._model, prompt, adds_special)
+        else:
+            token_ids = prompt
+        if not message.echo:
+            return token_ids, None
         if options.prompt_logprobs is not None:
             check_prompt_logprobs(len(token_ids), options.prompt_logprobs)
-        if isinstance(said.prompt, str):
-            return Echo(said.prompt, _is_prompt_alone(said.message))
-        text = await token_ids_text(self._model, token_ids, "prompt", options.skip_special_tokens)
-        return Echo(text, _is_prompt_alone(said.message))
+        if not isinstance(text, str):
+            text = await token_ids_text(self._model, token_ids, "prompt", options.skip_special_tokens)
+        return token_ids, Echo(text, _is_prompt_alone(message))
 
 
 class _Said(NamedTuple):
@@ -296,7 +291,7 @@ def _options(message: inference_pb2.GenerateRequest) -> Options:
         stop_token_ids=tuple(stop.token_ids),
         ignore_eos=stop.ignore_eos,
         include_stop=stop.include_stop_str_in_output,
-        skip_special_tokens=_or_true(message, "skip_special_tokens"),
+        skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
         logprobs=logprobs,
         prompt_logprobs=logprobs if message.echo else None,
         priority=message.priority,
@@ -307,13 +302,6 @@ def _options(message: inference_pb2.GenerateRequest) -> Options:
 def _is_prompt_alone(message: inference_pb2.GenerateRequest) -> bool:
     """Return whether the prompt is to be shown, and no more."""
     return message.echo and message.stop.HasField("max_tokens") and not message.stop.max_tokens
-
-
-def _or_true(
-    message: inference_pb2.GenerateRequest, name: Literal["skip_special_tokens", "add_special_tokens"]
-) -> bool:
-    """Return a switch that is on where the client did not say."""
-    return bool(getattr(message, name)) if message.HasField(name) else True
 
 
 def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:
