@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from base.clock import wall_clock_s
 from base.errors import ServeError, UnauthenticatedError
 from base.logs import event
+from base.off_loop import on_body
 from base.request import Slo
 from conductor.api.access import Authorizer, Client, Who
 from conductor.api.backend import Backend
@@ -39,7 +40,7 @@ from conductor.api.http_reply import (
     to_json,
     while_connected,
 )
-from conductor.api.openai_schema import read_long_body
+from conductor.api.openai_schema import read_body as body_of
 from conductor.api.options import check_request_id
 from conductor.api.responses.held import HeldResponses
 from conductor.api.routes import ROUTES, HttpRoute, errors_at, routes_at
@@ -136,7 +137,7 @@ class HttpApi:
             await reply.fail(internal_error())
 
     async def _handled(self, route: HttpRoute, raw: bytes, caller: Caller, reply: Reply) -> None:
-        body = await read_long_body(raw, route.body)
+        body = await on_body(raw, partial(body_of, into=route.body))
         if route.handler is not None:
             await route.handler(self._backend, body, caller, reply)
         else:

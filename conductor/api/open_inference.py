@@ -132,7 +132,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
                 _tensor(name, () if asked.is_raw else [element])
                 for name, element in zip(asked.outputs, elements, strict=True)
             ],
-            raw_output_contents=[_raw(element) for element in elements] if asked.is_raw else (),
+            raw_output_contents=[len(each).to_bytes(4, "little") + each for each in elements]
+            if asked.is_raw
+            else (),
         )
 
     async def _request(self, asked: _Inference, caller: Caller) -> TextRequest:
@@ -263,10 +265,6 @@ def _number(name: str, given: object) -> float:
         wanted = "a whole number" if name in _WHOLE else "a number"
         raise invalid(f"parameters.{name}", f"{wanted} is wanted") from None
     return number
-
-
-def _raw(element: bytes) -> bytes:
-    return len(element).to_bytes(4, "little") + element
 
 
 def _tensor(name: str, elements: Sequence[bytes]) -> pb.ModelInferResponse.InferOutputTensor:

@@ -10,7 +10,6 @@ the first fault, because a validator's report of each of a million costs more th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,7 +24,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError, invalid
-from base.off_loop import on_body
 from base.request import SAMPLING_FIELDS, SamplingField, SamplingParams
 from conductor.api.body_bounds import MAX_VALUES
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall
@@ -236,11 +234,6 @@ class DetokenizeBody(StrictBody):
 
 
 Body = TypeVar("Body", bound=StrictBody)
-
-
-async def read_long_body(raw: bytes, into: type[Body]) -> Body:
-    """Return what `read_body` does, off the event loop where that takes long."""
-    return await on_body(raw, partial(read_body, into=into))
 
 
 def read_body(raw: bytes, into: type[Body]) -> Body:

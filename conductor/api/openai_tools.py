@@ -83,16 +83,11 @@ class NamedChoice(StrictBody):
 ToolList = Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-def choice_kind(value: Any) -> str:
-    """Return the tag of a tool choice's form."""
-    # Tags have spaces: errors leave them out of a field's name.
-    return "an object" if isinstance(value, dict) else "a word"
-
-
 Named = TypeVar("Named", bound=StrictBody)
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[Named, Tag("an object")],
-    Discriminator(choice_kind),
+    # Tags have spaces: errors leave them out of a field's name.
+    Discriminator(lambda value: "an object" if isinstance(value, dict) else "a word"),
 ]
 
 

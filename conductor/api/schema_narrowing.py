@@ -41,6 +41,7 @@ NARROWED = frozenset(
     {"not", "oneOf", "if", "then", "else", "contains"}
     | {"dependencies", "dependentRequired", "dependentSchemas"}
 )
+DEFINING = frozenset({"definitions", "$defs", "$schema"})
 MAPS = ("properties", "patternProperties", "definitions", "$defs")
 LISTS = ("allOf", "oneOf", "prefixItems")
 PARTS = ("items", "additionalProperties", "additionalItems", "propertyNames", "contains")
@@ -90,10 +91,8 @@ class _Narrowing:
         if NARROWED & schema.keys() or "allOf" in schema:
             values = self._values(schema)
             if values is not None:
-                return {
-                    **_definitions(schema),
-                    "enum": [item for item in values if self._is_valid(schema, item)],
-                }
+                kept = {key: value for key, value in schema.items() if key in DEFINING}
+                return {**kept, "enum": [item for item in values if self._is_valid(schema, item)]}
         result = self._with_narrow_parts(schema)
         if "format" in result and not self._is_known_format(str(result["format"])):
             del result["format"]
@@ -337,10 +336,6 @@ def _with(schema: dict[str, Any], more: Schema) -> dict[str, Any]:
     if more is True:
         return schema
     return {**schema, "allOf": [*schema.get("allOf", ()), more]}
-
-
-def _definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    return {key: schema[key] for key in ("definitions", "$defs", "$schema") if key in schema}
 
 
 def _all_keys(schema: Any) -> set[str]:

@@ -99,8 +99,10 @@ async def listening(
     with ExitStack() as listeners:
         http_socket = listeners.enter_context(tcp_listener(config.host, config.http_port, "server.http_port"))
         attach_port = await _listen_for_nodes(attach, config, nodes, listeners) if attach else 0
+        secured = Certificates(config.tls, "server.tls").for_grpc() if config.tls.is_set else None
+        port = Port(_address(config.host, config.grpc_port), secured)
         grpc_server, grpc_port, health = await start_server(
-            services, lambda: completions.is_ready, _grpc_port(config), max_bytes, authorizer.rpc
+            services, lambda: completions.is_ready, port, max_bytes, authorizer.rpc
         )
         app = HttpApi(completions, default_slo, max_bytes, rng, reports, authorizer)
         http_server = _HttpServer(_shared_with(config.cors_origins, app), config.tls)
@@ -197,11 +199,6 @@ async def _listen_for_nodes(
     listeners.callback(server.close)
     port: int = listener.getsockname()[1]
     return port
-
-
-def _grpc_port(config: ServerConfig) -> Port:
-    address = _address(config.host, config.grpc_port)
-    return Port(address, Certificates(config.tls, "server.tls").for_grpc() if config.tls.is_set else None)
 
 
 def _authorizer(config: ServerConfig, clock: Clock) -> Authorizer:

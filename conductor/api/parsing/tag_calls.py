@@ -16,13 +16,9 @@ from conductor.api.parsing.events import Called, Emit, Schemas, called_or_none, 
 from conductor.api.parsing.feed import Feed, Marks, Steps
 
 
-def _properties(schemas: Schemas, name: str) -> Any:
-    found = schemas.get(name, {}).get("properties")
-    return found if isinstance(found, dict) else {}
-
-
 def _typed_call(name: str, given: Iterable[tuple[str, str]], schemas: Schemas) -> Called | None:
-    properties = _properties(schemas, name)
+    found = schemas.get(name, {}).get("properties")
+    properties = found if isinstance(found, dict) else {}
     return called_or_none(name, {key: typed(value, properties.get(key)) for key, value in given})
 
 
