@@ -12,6 +12,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -54,10 +55,8 @@ async def plain_token_ids(model: ServedModel, text: str) -> tuple[int, ...]:
     Raises InvalidRequestError for a text that cannot fit the context window.
     """
     cut = f"cut{secrets.token_hex(16)}"
-    if len(text) <= INLINE_CHARS:
-        return await text_token_ids(model, model.tokenizer.with_specials_cut(text, cut), False, cut)
-    most = model.max_model_len
-    marked = await asyncio.to_thread(model.tokenizer.with_specials_cut, text, cut, most)
+    marking = partial(model.tokenizer.with_specials_cut, text, cut, model.max_model_len)
+    marked = marking() if len(text) <= INLINE_CHARS else await asyncio.to_thread(marking)
     return await text_token_ids(model, marked, False, cut)
 
 

@@ -7,25 +7,21 @@ from collections.abc import Mapping
 from conductor.api.parsing import harmony as gpt_oss
 from conductor.api.parsing.answer import Form
 from conductor.api.parsing.gemma_calls import gemma
-from conductor.api.parsing.json_calls import bare_objects, deepseek, kimi, mistral, tagged_object
+from conductor.api.parsing.json_calls import (
+    DEEPSEEK_MARKS,
+    KIMI_MARKS,
+    bare_objects,
+    deepseek,
+    kimi,
+    mistral,
+    tagged_object,
+)
 from conductor.api.parsing.pythonic_calls import pythonic
 from conductor.api.parsing.tag_calls import dsml, glm, qwen_function, qwen_open_function, xtml_call
 
 _THINK = ("<think>", "</think>")
 _STOP = "\n</think>\n\n"
 _DSML = ("｜DSML｜",)
-_DEEPSEEK = (
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-)
-_KIMI = (
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
 _XTML_PARTS = ("response", "tools", "message")
 
 FORMS: Mapping[str, Form] = {
@@ -49,7 +45,7 @@ FORMS: Mapping[str, Form] = {
         {"[TOOL_CALLS]": mistral}, _THINK, inner=("[ARGS]", "[CALL_ID]"), stop_thinking=_STOP
     ),
     "deepseek-v3": Form(
-        {"<｜tool▁calls▁begin｜>": deepseek}, _THINK, inner=_DEEPSEEK, stop_thinking="\n</think>"
+        {"<｜tool▁calls▁begin｜>": deepseek}, _THINK, inner=DEEPSEEK_MARKS, stop_thinking="\n</think>"
     ),
     "deepseek-v3.2": Form(
         {"<｜DSML｜function_calls>": dsml("function_calls", "")},
@@ -85,7 +81,7 @@ FORMS: Mapping[str, Form] = {
         {"<|tool_calls_section_begin|>": kimi},
         _THINK,
         ends_thinking=("<|tool_calls_section_begin|>",),
-        inner=_KIMI,
+        inner=KIMI_MARKS,
         stop_thinking="</think>",
         keeps_space=True,
     ),

@@ -94,11 +94,9 @@ def mistral(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
     return handed(call, emit, head + text)
 
 
-_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
-_DEEPSEEK_SEP = "<｜tool▁sep｜>"
-_DEEPSEEK_END = "<｜tool▁calls▁end｜>"
-_DEEPSEEK_TO_SEP = Marks(_DEEPSEEK_SEP)
-_DEEPSEEK_TO_END = Marks("<｜tool▁call▁end｜>")
+DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL, _DEEPSEEK_SEP, _DEEPSEEK_CALL_END, _DEEPSEEK_END = DEEPSEEK_MARKS
+_DEEPSEEK_TO_SEP, _DEEPSEEK_TO_END = Marks(_DEEPSEEK_SEP), Marks(_DEEPSEEK_CALL_END)
 _LINE_END = Marks("\n")
 
 
@@ -125,12 +123,11 @@ def deepseek(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         yield from feed.until(_DEEPSEEK_TO_END, lambda text: None)
 
 
-_KIMI_CALL = "<|tool_call_begin|>"
-_KIMI_ARGUMENT = "<|tool_call_argument_begin|>"
-_KIMI_END = "<|tool_calls_section_end|>"
+_KIMI_CALL, _KIMI_ARGUMENT = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+_KIMI_CALL_END, _KIMI_END = "<|tool_call_end|>", "<|tool_calls_section_end|>"
+KIMI_MARKS = (_KIMI_CALL, _KIMI_ARGUMENT, _KIMI_CALL_END, _KIMI_END)
 _KIMI_NEXT = Marks(_KIMI_CALL, _KIMI_END)
-_KIMI_TO_ARGUMENT = Marks(_KIMI_ARGUMENT)
-_KIMI_TO_END = Marks("<|tool_call_end|>")
+_KIMI_TO_ARGUMENT, _KIMI_TO_END = Marks(_KIMI_ARGUMENT), Marks(_KIMI_CALL_END)
 
 
 def kimi(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
