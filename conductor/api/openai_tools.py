@@ -124,24 +124,26 @@ def _choice(choice: str | NamedChoice | None) -> tuple[str, list[str] | None]:
     if choice.type == "function":
         return "required", [required(choice.function, "tool_choice.function").name]
     allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
+    return allowed.mode, tool_names(allowed.tools, "tool_choice.allowed_tools.tools")
+
+
+def tool_names(tools: Iterable[Any], param: str) -> list[str]:
+    """Return the names of allowed tools; raises InvalidRequestError for one without."""
     names = []
-    for index, tool in enumerate(allowed.tools):
+    for index, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
-            raise invalid(f"tool_choice.allowed_tools.tools[{index}]", "a function's name is wanted")
+            raise invalid(f"{param}[{index}]", "a function's name is wanted")
         names.append(name)
-    return allowed.mode, names
+    return names
 
 
 def chosen(specs: Sequence[ToolSpec], mode: str, names: Sequence[str] | None, is_parallel: bool) -> Tools:
     """Return the tools of a turn.
 
-    Args:
-        mode: none, auto or required.
-        names: The tools that may be called; None: all.
-
-    Raises InvalidRequestError for two tools of one name, or a choice of none that is offered.
+    `mode`: none, auto or required; `names`: the tools that may be called, None: all. Raises
+    InvalidRequestError for two tools of one name, or a choice of none that is offered.
     """
     known = {spec.name: spec for spec in specs}
     if len(known) < len(specs):

@@ -321,14 +321,12 @@ def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:
 
 def _with_slo(caller: Caller, given: inference_pb2.Slo) -> Caller:
     """Return a caller with the message's bounds, where it has some; a deadline bounds TTFT too."""
-    default, deadline_s = caller.slo, caller.deadline_s
-    ttft_s = given.ttft_s if given.HasField("ttft_s") else default.ttft_slo_s
-    tbt_s = given.tbt_s if given.HasField("tbt_s") else default.tbt_slo_s
-    gap_s = given.longest_gap_s if given.HasField("longest_gap_s") else default.longest_gap_slo_s
-    bounds = (("slo.ttft_s", ttft_s), ("slo.tbt_s", tbt_s), ("slo.longest_gap_s", gap_s))
-    for name, bound_s in bounds:
-        if not bound_s > 0:
-            raise invalid(name, "seconds above 0 are wanted")
-    if deadline_s is not None:
-        ttft_s = min(ttft_s, max(deadline_s, 0.0))
-    return caller._replace(slo=Slo(ttft_s, tbt_s, gap_s))
+    slo = caller.slo
+    for name in ("ttft", "tbt", "longest_gap"):
+        if given.HasField(f"{name}_s"):
+            slo = slo._replace(**{f"{name}_slo_s": getattr(given, f"{name}_s")})
+        if not getattr(slo, f"{name}_slo_s") > 0:
+            raise invalid(f"slo.{name}_s", "seconds above 0 are wanted")
+    if caller.deadline_s is not None:
+        slo = slo._replace(ttft_slo_s=min(slo.ttft_slo_s, max(caller.deadline_s, 0.0)))
+    return caller._replace(slo=slo)

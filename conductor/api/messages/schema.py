@@ -95,14 +95,11 @@ class CountTokensBody(StrictBody):
     def asked_tools(self) -> Tools:
         """Return the tools of the turn; raises InvalidRequestError."""
         specs = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
-        choice = self.tool_choice
-        if choice is None:
-            return chosen(specs, "auto", None, is_parallel=True)
-        is_parallel = not choice.disable_parallel_tool_use
-        if choice.type != "tool":
-            mode = "required" if choice.type == "any" else choice.type
-            return chosen(specs, mode, None, is_parallel)
-        return chosen(specs, "required", [required(choice.name, "tool_choice.name")], is_parallel=False)
+        choice = self.tool_choice or AnthropicChoice(type="auto")
+        mode = "required" if choice.type in ("any", "tool") else choice.type
+        names = [required(choice.name, "tool_choice.name")] if choice.type == "tool" else None
+        is_parallel = choice.type != "tool" and not choice.disable_parallel_tool_use
+        return chosen(specs, mode, names, is_parallel)
 
     def asked_reasoning(self) -> Reasoning:
         """Return the wishes about reasoning: without `thinking` there is none to see."""

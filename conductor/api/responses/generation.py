@@ -21,7 +21,7 @@ from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
 from conductor.api.openai_format import DONE
 from conductor.api.openai_schema import sampling_of
-from conductor.api.openai_tools import past_arguments
+from conductor.api.openai_tools import past_arguments, tool_names
 from conductor.api.options import check_options, make_request, params_spelled, require_model, unique_id
 from conductor.api.parsing.events import Called, Said, value_or_none
 from conductor.api.prompt import MANY_CHARS_A_TOKEN, following_token_ids
@@ -197,16 +197,11 @@ class _Response:
         return event("response.created", response=shown) + event("response.in_progress", response=shown)
 
     def ended(self) -> Mapping[str, Any]:
-        output, usage = self._items.done, self._items.usage(self._num_prompt_tokens)
+        shown: dict[str, Any] = {"output": self._items.done}
+        shown["usage"] = self._items.usage(self._num_prompt_tokens)
         if self._items.blocks.finish_reason is FinishReason.LENGTH:
-            return self._at(
-                "incomplete",
-                incomplete_details={"reason": "max_output_tokens"},
-                output=output,
-                usage=usage,
-                completed_at=None,
-            )
-        return self._at("completed", output=output, usage=usage, completed_at=int(wall_clock_s()))
+            return self._at("incomplete", **shown, incomplete_details={"reason": "max_output_tokens"})
+        return self._at("completed", **shown, completed_at=int(wall_clock_s()))
 
     def _at(self, status: str, **fields: Any) -> Mapping[str, Any]:
         empty = {"incomplete_details": None, "completed_at": None}
@@ -240,5 +235,6 @@ def _shown_choice(body: ResponsesBody) -> Any:
         return choice or "auto"
     shown: dict[str, Any] = {"type": choice.type, "name": choice.name, "mode": choice.mode}
     if choice.tools is not None:
-        shown["tools"] = [{"type": "function", "name": tool["name"]} for tool in choice.tools]
+        names = tool_names(choice.tools, "tool_choice.tools")
+        shown["tools"] = [{"type": "function", "name": name} for name in names]
     return {name: value for name, value in shown.items() if value is not None}

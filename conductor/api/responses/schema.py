@@ -28,6 +28,7 @@ from conductor.api.openai_tools import (
     chosen,
     past_arguments,
     require_called,
+    tool_names,
     tool_spec,
 )
 from conductor.api.options import MAX_MESSAGES, Options
@@ -174,19 +175,16 @@ class ResponsesBody(SamplingBody):  # type: ignore[valid-type, misc]
     def asked_tools(self) -> Tools:
         """Return the tools of the turn; raises InvalidRequestError."""
         specs = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
-        is_parallel = self.parallel_tool_calls is not False
+        return chosen(specs, *self._choice(), self.parallel_tool_calls is not False)
+
+    def _choice(self) -> tuple[str, list[str] | None]:
+        """Return what must be done (none, auto, required), and with which tools alone."""
         choice = self.tool_choice
         if choice is None or isinstance(choice, str):
-            return chosen(specs, choice or "auto", None, is_parallel)
+            return choice or "auto", None
         if choice.type == "function":
-            return chosen(specs, "required", [required(choice.name, "tool_choice.name")], is_parallel)
-        names = []
-        for index, tool in enumerate(choice.tools or ()):
-            name = tool.get("name") if isinstance(tool, dict) else None
-            names.append(
-                required(name if isinstance(name, str) else None, f"tool_choice.tools[{index}].name")
-            )
-        return chosen(specs, choice.mode or "auto", names, is_parallel)
+            return "required", [required(choice.name, "tool_choice.name")]
+        return choice.mode or "auto", tool_names(choice.tools or (), "tool_choice.tools")
 
     def asked_reasoning(self) -> Reasoning:
         effort = self.reasoning.effort if self.reasoning is not None else None
