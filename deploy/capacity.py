@@ -165,9 +165,7 @@ def _tensor_bytes(name: str, header: Mapping[str, Any], engine: EngineConfig) ->
 def refusal(added: Mapping[str, int], need: Mapping[str, Need], offer: Offer, num_running: int) -> str:
     """Return why nodes cannot be added, with what would fit; empty: they fit.
 
-    Args:
-        added: How many nodes of each pool are to come.
-        num_running: Nodes of the cluster that share the host's cores already.
+    `added`: how many of each pool are to come; `num_running`: those that share the host's cores already.
     """
     problems = []
     places = max(offer.cores * NODES_PER_CORE - num_running, 0)

@@ -83,12 +83,10 @@ class Cluster:
         watch_signals: Callable[[], None],
         outlive: Callable[[], None],
     ) -> None:
-        """Begin.
+        """Begin. `identity` names the folder of this run: configurations, sockets and logs.
 
-        Args:
-            identity: Names the folder of this run: configurations, sockets and logs of its processes.
-            watch_signals: Takes signals, from whoever has them.
-            outlive: Is called when processes are ready that shall outlive a Ray that we started.
+        `watch_signals` takes signals, from whoever has them; `outlive` is called when processes are ready
+        that shall outlive a Ray that we started.
         """
         self._config = config
         self._watch_signals = watch_signals
@@ -170,9 +168,8 @@ class Cluster:
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield what happens to processes after their start: ready, exited.
 
-        Raises:
-            RayGoneError: Ray ended. What it started serves on.
-            RuntimeError: the Ray that was joined has lost an actor for good.
+        Raises RayGoneError where Ray ended (what it started serves on), and RuntimeError where the Ray that
+        was joined has lost an actor for good.
         """
         for name in self._ray.names:
             self._watch(name)

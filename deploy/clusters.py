@@ -127,12 +127,10 @@ def running(cache_dir: str) -> list[Running]:
 def chosen(config: ClusterConfig, file: Path | None, name: str) -> Running:
     """Return the running cluster that a command means.
 
-    Args:
-        file: What `config` was read from; None: it is all defaults.
-        name: What the command's `--name` says; empty: the name in `config`, else the file, else the only one.
+    `file`: what `config` was read from; None: it is all defaults. `name`: what the command's `--name` says;
+    empty: the name in `config`, else the file, else the only one.
 
-    Raises:
-        ConfigError: there is none or more than one of these, or it runs on another host.
+    Raises ConfigError where there is none or more than one of these, or it runs on another host.
     """
     found = running(config.cache_dir)
     if wanted := name or config.name:

@@ -88,9 +88,8 @@ class RayCluster:
     def start(self, num_gpus: int) -> None:
         """Start a local Ray for nodes of `num_gpus`, or join the one of `RAY_ADDRESS`. Blocks some seconds.
 
-        Raises:
-            ConfigError: no Ray answers at `RAY_ADDRESS`, or this host has too few GPUs. A
-                cluster may have too little of anything: its autoscaler sees what waits.
+        Raises ConfigError where no Ray answers at `RAY_ADDRESS`, or this host has too few GPUs. A cluster may
+        have too little of anything: its autoscaler sees what waits.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

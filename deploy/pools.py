@@ -84,9 +84,7 @@ class NodePools:
     async def scale(self, prefill: int | None, decode: int | None, change: Change) -> None:
         """Start nodes, wait until they are attached, then drain those that are too many.
 
-        Args:
-            prefill: Nodes of that pool; None: as many as there are.
-            decode: The same.
+        None: as many of that pool as there are.
 
         Raises:
             ConfigError: the sizes cannot be had by adding and removing nodes, or the nodes do not fit.

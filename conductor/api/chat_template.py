@@ -95,12 +95,9 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime] = lambda: datetime.fromtimestamp(wall_clock_s()),
     ) -> None:
-        """Compile `source`; raises ConfigError if it does not parse.
+        """Compile `source`, which is Jinja; raises ConfigError if it does not parse.
 
-        Args:
-            source: Jinja.
-            special_tokens: Variables for the template, such as `bos_token`.
-            now: Local time, for templates that state the date.
+        `special_tokens`: variables such as `bos_token`; `now`: local time, for templates that state the date.
         """
         try:
             self._template = _environment(now).from_string(source)
@@ -145,11 +142,8 @@ class ChatTemplate:
                 which mostly do not know the newer word.
             add_generation_prompt: Whether to end with the opening of the assistant's turn.
             variables: More of the template's own, such as `enable_thinking`.
-            tools: Those that the model may call.
 
-        Raises:
-            InvalidRequestError: the template refuses the messages, or multiplies them
-                beyond all bounds.
+        Raises InvalidRequestError where the template refuses the messages, or multiplies them beyond bounds.
         """
         variables = variables or {}
         if taken := RESERVED & variables.keys():

@@ -36,14 +36,10 @@ class _EndedError(UnavailableError):
 
 
 class GrammarChecker:
-    """Owns the process that tries grammars. Belongs to the event loop.
-
-    Args:
-        folder: The model's, with its tokenizer.
-        vocab_size: Token ids are below it.
-    """
+    """Owns the process that tries grammars. Belongs to the event loop."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
+        """Begin without it. `folder`: the model's, with its tokenizer; token ids are below `vocab_size`."""
         self._arguments = (str(folder), str(vocab_size))
         self._known: OrderedDict[Grammar, Grammar | str] = OrderedDict()
         self._num_chars = 0

@@ -47,14 +47,10 @@ class Generation:
         call_id: Callable[[str, int], str],
         echo: Echo | None,
     ) -> None:
-        """Begin.
+        """Begin. `asked`: the request of all choices, which the client calls `request_id`.
 
-        Args:
-            asked: The request of all choices.
-            request_id: What the client calls it.
-            turn: None: the answer is text and no more.
-            call_id: Names a call by its tool and its number.
-            echo: None: nothing is shown of the prompt.
+        `turn`, None: the answer is text and no more; `echo`, None: nothing is shown of the prompt. `call_id`
+        names a call by its tool and its number.
         """
         self._completions, self._asked, self._request_id = completions, asked, request_id
         self._num_choices, self._turn, self._call_id, self._echo = num_choices, turn, call_id, echo

@@ -148,12 +148,7 @@ class _Generation:
         reply: Reply,
         turn: ChatTurn | None = None,
     ) -> None:
-        """Begin.
-
-        Args:
-            requests: One for each prompt.
-            turn: Of a chat whose answers are taken apart.
-        """
+        """Begin. `requests`: one for each prompt; `turn`: of a chat whose answers are taken apart."""
         self._turn = turn
         self.is_prompt_alone = False
         """Whether the answer is the prompt and no more."""

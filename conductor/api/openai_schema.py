@@ -239,9 +239,8 @@ Body = TypeVar("Body", bound=StrictBody)
 def read_body(raw: bytes, into: type[Body]) -> Body:
     """Parse a call's body.
 
-    Raises:
-        InvalidRequestError: it is no JSON object, a field has the wrong type or is
-            missing, or it asks for what we do not do; `param` names the field.
+    Raises InvalidRequestError, whose `param` names the field, where it is no JSON object, a field has the
+    wrong type or is missing, or it asks for what we do not do.
     """
     try:
         body = into.model_validate_json(raw)

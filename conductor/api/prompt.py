@@ -63,11 +63,9 @@ async def plain_token_ids(model: ServedModel, text: str) -> tuple[int, ...]:
 async def token_ids_text(
     model: ServedModel, token_ids: Sequence[int], param: str, skip_special_tokens: bool
 ) -> str:
-    """Return the text of token ids.
+    """Return the text of token ids, which are in the field `param`.
 
-    Raises:
-        InvalidRequestError: there are more than the context window has, or one is outside the vocabulary;
-            `param` names the field.
+    Raises InvalidRequestError for more than the context window has, or one outside the vocabulary.
     """
     if len(token_ids) > model.max_model_len:
         raise invalid(param, f"at most {model.max_model_len} token ids, not {len(token_ids)}")
@@ -90,13 +88,9 @@ async def chat_token_ids(
     The names of special tokens that the template writes become those tokens. In a message they stay text, or
     whoever writes one could end their turn and begin another's.
 
-    Args:
-        parse_special_tokens: Whether they become special tokens in messages too.
-        tools: Those that the model may call.
-
-    Raises:
-        InvalidRequestError: there is no message, the model has no such form, its template
-            refuses the messages, or they cannot fit the context window.
+    `parse_special_tokens`: whether they become special tokens in messages too. Raises InvalidRequestError
+    where there is no message, the model has no such form, its template refuses the messages, or they cannot
+    fit the context window.
     """
     if not messages:
         raise invalid("messages", "at least one is wanted")

@@ -27,12 +27,9 @@ class TextStream:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Begin an empty text.
+        """Begin an empty text. `stop`: strings that end it, of which none is empty.
 
-        Args:
-            stop: Strings that end the text; none is empty.
-            include_stop: Whether the stop string itself is shown.
-            min_tokens: The text of so many tokens is not searched for stop strings.
+        The text of the first `min_tokens` is not searched for them; `include_stop`: they are shown.
         """
         self._detokenizer = detokenizer
         self._stop = stop

@@ -94,9 +94,7 @@ async def prepare_turn(
 ) -> ChatTurn:
     """Return the turn that answers a conversation; raises InvalidRequestError.
 
-    Args:
-        variables: Of the chat template; they go before those that `reasoning` names.
-        token_ids: The prompt, where it is known already.
+    The template's `variables` go before those that `reasoning` names; `token_ids`: the prompt, where known.
     """
     if token_ids is None:
         given = {**reasoning.variables, **(variables or {})}

@@ -54,12 +54,7 @@ class AnswerParser:
     """The parser of one answer. Owned by whoever pushes."""
 
     def __init__(self, form: Form, schemas: Schemas, is_thinking: bool = False) -> None:
-        """Begin.
-
-        Args:
-            schemas: Of the tools that were offered.
-            is_thinking: Whether the prompt ends within reasoning.
-        """
+        """Begin. `is_thinking`: whether the prompt ends within reasoning."""
         self._feed = Feed()
         self._events: list[Event] = []
         self._run = (form.run or _Tagged(form).run)(self._feed, schemas, self._events.append, is_thinking)
