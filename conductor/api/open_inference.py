@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -106,9 +106,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         with self._authorizer.client(said) as client, self._completions.call(client) as call:
             call.take_bytes(len(data))
             caller = call.caller(said, self._default_slo, context.time_remaining())
-            asked = await on_body(data, _asked)
-            self._require_model(asked.model, asked.version)
-            request = await self._request(asked, caller)
+            message, text, options = await on_body(data, _asked)
+            self._require_model(message.model_name, message.model_version)
+            request = await self._request(message.id, text, options, caller)
             texts, num_tokens, num_cached, reason = [], 0, 0, FinishReason.STOP
             async with aclosing(self._completions.generate(request)) as pieces:
                 async for piece in pieces:
@@ -117,7 +117,9 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
                     num_cached = piece.num_cached_tokens
                     reason = piece.finish_reason or reason
         values = dict(zip(OUTPUTS, ("".join(texts), reason.value), strict=True))
-        elements = [values[name].encode() for name in asked.outputs]
+        names = [output.name for output in message.outputs] or OUTPUTS
+        elements = [values[name].encode() for name in names]
+        is_raw = bool(message.raw_input_contents)
         counts = {
             "prompt_tokens": len(request.request.token_ids),
             "completion_tokens": num_tokens,
@@ -126,24 +128,24 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
         return pb.ModelInferResponse(
             model_name=self._model.name,
             model_version=MODEL_VERSION,
-            id=asked.request_id,
+            id=message.id,
             parameters={name: pb.InferParameter(int64_param=count) for name, count in counts.items()},
             outputs=[
-                _tensor(name, () if asked.is_raw else [element])
-                for name, element in zip(asked.outputs, elements, strict=True)
+                _tensor(name, () if is_raw else [element])
+                for name, element in zip(names, elements, strict=True)
             ],
             raw_output_contents=[len(each).to_bytes(4, "little") + each for each in elements]
-            if asked.is_raw
+            if is_raw
             else (),
         )
 
-    async def _request(self, asked: _Inference, caller: Caller) -> TextRequest:
+    async def _request(self, request_id: str, text: str, options: Options, caller: Caller) -> TextRequest:
         with params_spelled(_SPELLED):
-            check_request_id(asked.request_id)
-            check_options(asked.options, caller, self._model)
-            token_ids = await text_token_ids(self._model, asked.text)
-            unique = unique_id(asked.request_id or f"{self._rng.getrandbits(64):016x}", self._rng)
-            return make_request(unique, token_ids, asked.options, caller, self._model, self._rng)
+            check_request_id(request_id)
+            check_options(options, caller, self._model)
+            token_ids = await text_token_ids(self._model, text)
+            unique = unique_id(request_id or f"{self._rng.getrandbits(64):016x}", self._rng)
+            return make_request(unique, token_ids, options, caller, self._model, self._rng)
 
     def _require_model(self, name: str, version: str) -> None:
         require_model(self._model, name)
@@ -151,42 +153,20 @@ class OpenInferenceService(pb_grpc.GRPCInferenceServiceServicer):
             raise invalid("version", f"{MODEL_VERSION} is served, not {version[:MAX_SHOWN_CHARS]!r}")
 
 
-class _Inference(NamedTuple):
-    """A message of `ModelInfer`, read and checked."""
-
-    model: str
-    version: str
-    request_id: str
-    text: str
-    options: Options
-    outputs: Sequence[str]
-    is_raw: bool
-    """Whether the input came as raw contents, so that the outputs go out as such."""
-
-
 async def _read(data: bytes, kind: Any) -> Any:
     return await on_body(data, lambda raw: parsed(raw, kind))
 
 
-def _asked(data: bytes) -> _Inference:
-    """Read a message; raises InvalidRequestError, naming the field, and DecodeError."""
+def _asked(data: bytes) -> tuple[pb.ModelInferRequest, str, Options]:
+    """Read a message, its text and choices; raises InvalidRequestError, naming the field, and DecodeError."""
     message = parsed(data, pb.ModelInferRequest)
     outputs: list[str] = []
     for at, output in enumerate(message.outputs):
-        name = output.name
-        if name not in OUTPUTS or name in outputs:
+        if output.name not in OUTPUTS or output.name in outputs:
             raise invalid(f"outputs[{at}].name", f"one of {', '.join(OUTPUTS)} is wanted, each once")
-        outputs.append(name)
+        outputs.append(output.name)
         _require_no_parameters(output.parameters, f"outputs[{at}]")
-    return _Inference(
-        message.model_name,
-        message.model_version,
-        message.id,
-        _text(message),
-        _options(message.parameters),
-        outputs or OUTPUTS,
-        bool(message.raw_input_contents),
-    )
+    return message, _text(message), _options(message.parameters)
 
 
 def _text(message: pb.ModelInferRequest) -> str:

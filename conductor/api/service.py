@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -159,8 +159,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _generation(self, data: bytes, caller: Caller) -> Generation:
         """Return what a message asks for; raises ServeError."""
         with params_spelled(_FIELD_OF):
-            said = await on_body(data, _said)
-        message, options = said.message, said.options
+            message, prompt, options = await on_body(data, _said)
         prompt_field = _PROMPT_FIELD_OF[message.WhichOneof("input")]
         with params_spelled({**_FIELD_OF, "prompt": prompt_field}):
             check_request_id(message.request_id)
@@ -173,14 +172,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             caller.charge(num_choices - 1)
             turn = echo = None
             num_calls = 0
-            if isinstance(said.prompt, Conversation):
-                turn = await self._turn(said, said.prompt)
+            if isinstance(prompt, Conversation):
+                turn = await self._turn(prompt, message, options)
                 token_ids, options = turn.token_ids, with_turn(options, turn)
-                num_calls = said.prompt.num_calls
-            elif said.prompt is None:
+                num_calls = prompt.num_calls
+            elif prompt is None:
                 raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
             else:
-                token_ids, echo = await self._shown_prompt(said, said.prompt)
+                token_ids, echo = await self._shown_prompt(message, prompt, options)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
@@ -188,7 +187,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         turn = turn if turn is not None and turn.form is not None else None
         return Generation(self._completions, asked, num_choices, request_id, turn, call_id, echo)
 
-    async def _turn(self, said: _Said, talk: Conversation) -> ChatTurn:
+    async def _turn(
+        self, talk: Conversation, message: inference_pb2.GenerateRequest, options: Options
+    ) -> ChatTurn:
         turn = await prepare_turn(
             self._model,
             talk.messages,
@@ -196,15 +197,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             talk.reasoning,
             talk.variables,
             talk.add_generation_prompt,
-            said.message.parse_special_tokens,
+            message.parse_special_tokens,
         )
-        return without_thinking(self._model, turn) if said.options.grammar is not None else turn
+        return without_thinking(self._model, turn) if options.grammar is not None else turn
 
     async def _shown_prompt(
-        self, said: _Said, prompt: str | tuple[int, ...]
+        self, message: inference_pb2.GenerateRequest, prompt: str | tuple[int, ...], options: Options
     ) -> tuple[tuple[int, ...], Echo | None]:
         """Return a prompt's token ids, and what is shown of it; None: nothing."""
-        message, options, text = said.message, said.options, prompt
+        text = prompt
         if isinstance(prompt, str):
             adds_special = not message.HasField("add_special_tokens") or message.add_special_tokens
             token_ids = await text_token_ids(self._model, prompt, adds_special)
@@ -219,16 +220,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return token_ids, Echo(text, _is_prompt_alone(message))
 
 
-class _Said(NamedTuple):
-    """A message of `Generate`, with what takes long to make of it."""
-
-    message: inference_pb2.GenerateRequest
-    prompt: str | tuple[int, ...] | Conversation | None
-    options: Options
+Prompt = str | tuple[int, ...] | Conversation | None
 
 
-def _said(data: bytes) -> _Said:
-    """Read a message; raises InvalidRequestError and DecodeError.
+def _said(data: bytes) -> tuple[inference_pb2.GenerateRequest, Prompt, Options]:
+    """Read a message, its prompt and choices; raises InvalidRequestError and DecodeError.
 
     To make a text or a tuple of a field is as much work as to parse it, so all of it is done here, once, and
     of a long message off the event loop.
@@ -236,7 +232,7 @@ def _said(data: bytes) -> _Said:
     message = parsed(data, inference_pb2.GenerateRequest)
     if len(data) > FREE_BYTES:
         _check_lists(message)
-    prompt: str | tuple[int, ...] | Conversation | None = None
+    prompt: Prompt = None
     match message.WhichOneof("input"):
         case "text":
             prompt = message.text
@@ -246,7 +242,7 @@ def _said(data: bytes) -> _Said:
             if message.echo:
                 raise invalid("echo", "the prompt of a chat is not shown")
             prompt = conversation(message.chat)
-    return _Said(message, prompt, _options(message))
+    return message, prompt, _options(message)
 
 
 def _embed_request(data: bytes) -> tuple[inference_pb2.EmbedRequest, list[Input]]:
