@@ -57,7 +57,6 @@ class Reasoning(NamedTuple):
     """The chat template's variables for them."""
 
 
-NO_TOOLS = Tools()
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -85,9 +84,9 @@ class ChatTurn:
 async def prepare_turn(
     model: ServedModel,
     messages: Sequence[ChatMessage],
-    tools: Tools = NO_TOOLS,
-    reasoning: Reasoning = Reasoning(),  # noqa: B008  (a frozen value)
-    variables: Mapping[str, Any] | None = None,
+    tools: Tools,
+    reasoning: Reasoning,
+    variables: Mapping[str, Any] | None,
     add_generation_prompt: bool = True,
     parse_special_tokens: bool = False,
     token_ids: tuple[int, ...] | None = None,

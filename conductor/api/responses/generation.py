@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from conductor.api.openai_tools import past_arguments, tool_names
 from conductor.api.options import check_options, make_request, params_spelled, require_model, unique_id
 from conductor.api.parsing.events import Called, Said, value_or_none
 from conductor.api.prompt import MANY_CHARS_A_TOKEN, following_token_ids
-from conductor.api.responses.held import HeldResponse, answered
+from conductor.api.responses.held import HeldResponse
 from conductor.api.responses.items import OutputItems
 from conductor.api.responses.schema import ResponsesBody
 from conductor.api.turn import (
@@ -137,7 +138,9 @@ async def _hold(
         )
         text = "".join(block.text for block in items.blocks.of(Said))
         answer = ChatMessage("assistant", text, calls=calls)
-        token_ids = answered(asked.turn.token_ids, generated, backend.model.eos_token_ids)
+        is_ended = bool(generated) and generated[-1] in backend.model.eos_token_ids
+        token_ids = array("I", asked.turn.token_ids)
+        token_ids.extend(generated[:-1] if is_ended else generated)
         return HeldResponse(token_ids, (*asked.messages, answer), asked.setting)
 
     num_chars = MANY_CHARS_A_TOKEN * (len(asked.turn.token_ids) + len(generated))

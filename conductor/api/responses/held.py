@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,10 +130,3 @@ class HeldResponses:
         del self._ids_of[tenant][response_id]
         if not self._ids_of[tenant]:
             del self._tenant_bytes[tenant], self._ids_of[tenant]
-
-
-def answered(token_ids: Sequence[int], generated: Sequence[int], end_ids: Sequence[int]) -> array[int]:
-    """Return the tokens of a prompt and its answer, without the token that ended it."""
-    held = array("I", token_ids)
-    held.extend(generated[:-1] if generated and generated[-1] in end_ids else generated)
-    return held
