@@ -14,7 +14,7 @@ from base.clock import wall_clock_s
 from base.errors import invalid
 from base.off_loop import off_loop
 from base.request import FinishReason
-from conductor.api.answer_blocks import all_but_last
+from conductor.api.answer_blocks import AnswerBlocks, all_but_last
 from conductor.api.backend import Backend
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.completion import Piece
@@ -27,7 +27,7 @@ from conductor.api.options import check_options, make_request, params_spelled, r
 from conductor.api.parsing.events import Called, Said, value_or_none
 from conductor.api.prompt import MANY_CHARS_A_TOKEN, following_token_ids
 from conductor.api.responses.held import HeldResponse
-from conductor.api.responses.items import OutputItems
+from conductor.api.responses.items import OutputItems, usage
 from conductor.api.responses.schema import ResponsesBody
 from conductor.api.turn import (
     ChatTurn,
@@ -67,7 +67,8 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
         unique = unique_id(reply.request_id, backend.rng)
         request = make_request(unique, turn.token_ids, options, caller, model, backend.rng)
     num_calls = sum(len(message.calls) for message in asked.messages)
-    items = OutputItems(unique, call_ids(model.family, backend.rng, num_calls))
+    items = OutputItems(unique)
+    blocks = AnswerBlocks(call_ids(model.family, backend.rng, num_calls), items.words)
     response = _Response(backend, body, asked, f"resp_{unique}", items)
     generated: list[int] = []
     setting = asked.setting
@@ -77,15 +78,15 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
         generated.extend((*piece.inserted, *(token.token_id for token in piece.tokens)))
         if piece.is_cut:  # the tokens say more than the answer did
             setting = b""
-        begun = response.begun() if body.stream and not items.blocks.is_begun else ""
-        return begun + "".join(items.blocks.add(piece))
+        begun = response.begun() if body.stream and not blocks.is_begun else ""
+        return begun + "".join(blocks.add(piece))
 
     pieces = taken_apart(backend.completions, turn, request)
     last = await all_but_last(pieces, said, reply if body.stream else None)
     if body.store is not False:
         asked = asked._replace(setting=setting)
-        await _hold(backend, caller, response.response_id, asked, items, generated)
-    whole = response.ended()
+        await _hold(backend, caller, response.response_id, asked, blocks, generated)
+    whole = response.ended(blocks)
     if body.stream:
         await reply.end(last + items.event(f"response.{whole['status']}", response=whole) + DONE)
     else:
@@ -127,16 +128,16 @@ async def _hold(
     caller: Caller,
     response_id: str,
     asked: _Asked,
-    items: OutputItems,
+    blocks: AnswerBlocks,
     generated: list[int],
 ) -> None:
     def held() -> HeldResponse:
         calls = tuple(
             PastCall(call.call_id, call.name, past_arguments(call.text, "arguments"))
-            for call in items.blocks.of(Called)
+            for call in blocks.of(Called)
             if call.is_whole
         )
-        text = "".join(block.text for block in items.blocks.of(Said))
+        text = "".join(block.text for block in blocks.of(Said))
         answer = ChatMessage("assistant", text, calls=calls)
         is_ended = bool(generated) and generated[-1] in backend.model.eos_token_ids
         token_ids = array("I", asked.turn.token_ids)
@@ -199,10 +200,10 @@ class _Response:
         event = self._items.event
         return event("response.created", response=shown) + event("response.in_progress", response=shown)
 
-    def ended(self) -> Mapping[str, Any]:
-        shown: dict[str, Any] = {"output": self._items.done}
-        shown["usage"] = self._items.usage(self._num_prompt_tokens)
-        if self._items.blocks.finish_reason is FinishReason.LENGTH:
+    def ended(self, blocks: AnswerBlocks) -> Mapping[str, Any]:
+        shown: dict[str, Any] = {"output": self._items.done(blocks)}
+        shown["usage"] = usage(blocks, self._num_prompt_tokens)
+        if blocks.finish_reason is FinishReason.LENGTH:
             return self._at("incomplete", **shown, incomplete_details={"reason": "max_output_tokens"})
         return self._at("completed", **shown, completed_at=int(wall_clock_s()))
 

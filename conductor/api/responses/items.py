@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from conductor.api.answer_blocks import AnswerBlock, AnswerBlocks, Words
@@ -13,18 +13,19 @@ _PREFIXES = {Thought: "rs", Said: "msg", Called: "fc"}
 
 
 class OutputItems:
-    """The output of one response on its way."""
+    """The words for the output of one response, whose blocks are its items."""
 
-    def __init__(self, request_id: str, call_id: Callable[[str, int], str]) -> None:
-        """Begin. `call_id` names a call by its tool and its number."""
-        self.blocks = AnswerBlocks(call_id, Words(self._begun, self._grown, self._ended))
+    def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._sequence_number = -1
 
     @property
-    def done(self) -> list[dict[str, Any]]:
-        """The items, when all are whole."""
-        return [self._ended_item(block) for block in self.blocks.all]
+    def words(self) -> Words:
+        return Words(self._begun, self._grown, self._ended)
+
+    def done(self, blocks: AnswerBlocks) -> list[dict[str, Any]]:
+        """Return the items, when all are whole."""
+        return [self._ended_item(block) for block in blocks.all]
 
     def event(self, kind: str, **fields: Any) -> str:
         self._sequence_number += 1
@@ -85,15 +86,15 @@ class OutputItems:
             return {"type": "reasoning", **item, "summary": [], "content": content}
         return {"type": "message", **item, "role": "assistant", "content": content}
 
-    def usage(self, num_prompt_tokens: int) -> Mapping[str, Any]:
-        blocks = self.blocks
-        return {
-            "input_tokens": num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": blocks.num_cached_tokens},
-            "output_tokens": blocks.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": blocks.num_reasoning_tokens},
-            "total_tokens": num_prompt_tokens + blocks.num_tokens,
-        }
+
+def usage(blocks: AnswerBlocks, num_prompt_tokens: int) -> Mapping[str, Any]:
+    return {
+        "input_tokens": num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": blocks.num_cached_tokens},
+        "output_tokens": blocks.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": blocks.num_reasoning_tokens},
+        "total_tokens": num_prompt_tokens + blocks.num_tokens,
+    }
 
 
 def _part(block: AnswerBlock, text: str) -> dict[str, Any]:

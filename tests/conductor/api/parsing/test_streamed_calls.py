@@ -107,14 +107,15 @@ def messages(steps, is_cut):
 
 def responses(steps, is_cut):
     """The same of OpenAI's responses: what the events bring of each item, and the items."""
-    items, made, deltas = OutputItems("r", call_id), [], {}
+    items, made, deltas = OutputItems("r"), [], {}
+    blocks = AnswerBlocks(call_id, items.words)
     for at, events in enumerate(steps):
-        for event in sent("".join(items.blocks.add(piece(events, at + 1 == len(steps), is_cut)))):
+        for event in sent("".join(blocks.add(piece(events, at + 1 == len(steps), is_cut)))):
             if event["type"] == "response.output_item.done":
                 made.append(event["item"])
             elif event["type"] == "response.function_call_arguments.delta":
                 deltas[event["item_id"]] = deltas.get(event["item_id"], "") + event["delta"]
-    return made, items.done, deltas
+    return made, items.done(blocks), deltas
 
 
 def check_all_apis(steps, is_cut):
