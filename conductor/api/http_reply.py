@@ -135,7 +135,7 @@ async def read_body(
         raise _too_long(max_bytes)
     parts: list[bytes] = []
     num_bytes = 0
-    with Alarm(_too_slow) as alarm:
+    with Alarm(lambda: BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s")) as alarm:
         timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, alarm.ring)
         try:
             while True:
@@ -164,10 +164,6 @@ class BodyError(Exception):
 
 def _too_long(max_bytes: int) -> BodyError:
     return BodyError(413, f"the body is longer than {max_bytes} bytes")
-
-
-def _too_slow() -> BodyError:
-    return BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
