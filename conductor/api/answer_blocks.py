@@ -109,9 +109,8 @@ class AnswerBlocks:
     def _grow(self, text: str) -> None:
         block = self.all[-1]
         block.texts.append(text)
-        self._said += [
-            self._words.grown(block, text[at : at + DELTA_CHARS]) for at in range(0, len(text), DELTA_CHARS)
-        ]
+        for at in range(0, len(text), DELTA_CHARS):
+            self._said.append(self._words.grown(block, text[at : at + DELTA_CHARS]))
 
     def _end(self) -> None:
         """End the block that is open, if one is."""
