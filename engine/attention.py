@@ -8,6 +8,7 @@ It runs on any device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,21 +88,15 @@ class DecodeGroup:
             self._unseen = unseen.flatten().nonzero()[:, 0]
         self._biases: dict[int, torch.Tensor | None] = {}
 
-    def gathered(self, field: torch.Tensor) -> torch.Tensor:
-        """Return what is seen of a field [num_blocks, block_size, heads, width], [seqs, heads, keys, width].
+    def seen(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what is seen of the group's whole blocks that a `Read` gave, [seqs, heads, keys, width].
 
         Where another sequence is longer there are zeros: a weight of 0 hides any number but NaN, and such a
         slot may hold what an earlier sequence left there, or another one is writing.
         """
-        num_blocks, _, heads, width = field.shape
-        # As two dimensions it is one copy of a run of bytes a block, three times faster than indexing five.
-        return self.rows_of(field.view(num_blocks, -1).index_select(0, self.blocks), heads, width)
-
-    def rows_of(self, rows: torch.Tensor, heads: int, width: int) -> torch.Tensor:
-        """Return the same of whole blocks that are gathered, and may be changed."""
         if self._unseen is not None:
-            rows.view(-1, heads * width).index_fill_(0, self._unseen, 0.0)
-        return rows.view(self.num_seqs, -1, heads, width)[:, : self._longest].transpose(1, 2)
+            rows.index_fill_(0, self._unseen, 0.0)
+        return rows.view(self.num_seqs, -1, *rows.shape[1:])[:, : self._longest].transpose(1, 2)
 
     def bias(self, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor | None:
         """Return what is added to the scores, [seqs, 1, 1, keys]; None: all see all that is gathered."""
@@ -139,107 +134,91 @@ def decode_groups(
     return groups
 
 
+Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Gathers K and V of whole blocks [num_blocks] int64, each [tokens, heads, width]: copies."""
+
+
+def heads_reader(kv_cache: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> Read:
+    """Return what reads one layer [num_blocks, 2, block_size, num_kv_heads, head_dim], of any block stride.
+
+    Args:
+        scales: Those of a layer of 8 bits, as `write_kv` takes them; its numbers become `dtype`.
+    """
+
+    def read(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if scales is None:
+            return gathered(kv_cache[:, 0], blocks), gathered(kv_cache[:, 1], blocks)
+        rows, scale = kv_cache.view(torch.uint8)[blocks].view(kv_cache.dtype), scales[blocks]
+        key, value = (plain(rows[:, which], scale[..., which], dtype).flatten(0, 1) for which in (0, 1))
+        return key, value
+
+    return read
+
+
+def gathered(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return the tokens' rows of whole blocks of a field [num_blocks, block_size, heads, width]."""
+    # As two dimensions it is one copy of a run of bytes a block, three times faster than indexing five.
+    return field.view(len(field), -1).index_select(0, blocks).view(-1, *field.shape[2:])
+
+
 def paged_decode_attention(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
     groups: list[DecodeGroup],
+    read: Read,
     rule: AttentionRule,
     sinks: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of one new token per sequence over its paged KV.
+    """Return the attention of one new token per sequence, [num_seqs, num_heads, width of V], as `query`.
 
     Args:
         query: [num_seqs, num_heads, head_dim]
-        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], the new tokens' K and V
-            written already; any block stride.
         groups: Of all the sequences.
+        read: The new tokens' K and V are written already.
         rule: Scale, sliding window and soft cap.
         sinks: [num_heads] or None.
-        scales: Those of a layer of 8 bits, as `write_kv` takes them.
-
-    Returns:
-        [num_seqs, num_heads, head_dim], dtype of `query`.
     """
-    num_seqs, num_heads, head_dim = query.shape
-    num_kv_heads = kv_cache.shape[3]
-    # The heads that share a KV head are the rows of one small matrix: no K or V is repeated.
-    grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    if sinks is not None:
-        sinks = sinks.view(num_kv_heads, -1, 1)
-    output = torch.empty_like(grouped)
+    found = []
     for group in groups:
-        if scales is None:
-            key, value = group.gathered(kv_cache[:, 0]), group.gathered(kv_cache[:, 1])
-        else:
-            rows = _plain(kv_cache, group.blocks, scales, query.dtype)
-            key, value = (group.rows_of(each, num_kv_heads, head_dim) for each in rows)
-        seqs, bias = group.sequences, group.bias(rule, query.dtype)
-        output[seqs] = attend(grouped[seqs], key, value, bias, rule, sinks)
-    return output.view(num_seqs, num_heads, head_dim)
+        key, value = (group.seen(rows) for rows in read(group.blocks))
+        # The heads that share a KV head are the rows of one small matrix: no K or V is repeated.
+        rows = query[group.sequences].view(group.num_seqs, key.shape[1], -1, query.shape[2])
+        own_sinks = None if sinks is None else sinks.view(key.shape[1], -1, 1)
+        bias = group.bias(rule, query.dtype)
+        found.append(attend(rows, key, value, bias, rule, own_sinks).flatten(1, 2))
+    return torch.cat(found)
 
 
 def paged_prefill_attention(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
+    read: Read,
+    block_size: int,
     rule: AttentionRule,
     sinks: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the causal attention of packed chunks over their paged KV.
+    """Return the causal attention of packed chunks, [num_tokens, num_heads, width of V], as `query`.
 
     Args:
         query: [num_tokens, num_heads, head_dim], chunk after chunk.
         block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are any valid block.
         query_starts: [num_seqs + 1] int32, ascending from 0.
         context_lens: [num_seqs] int32; tokens of the sequence up to the chunk's end.
-        kv_cache, rule, sinks, scales: as for `paged_decode_attention`.
-
-    Returns:
-        [num_tokens, num_heads, head_dim], dtype of `query`.
+        read, rule, sinks: as for `paged_decode_attention`.
     """
-    block_size = kv_cache.shape[2]
-    output = torch.empty_like(query)
+    found = []
     # The host reads the lengths, which is free on a CPU.
     starts = query_starts.tolist()
     sinks_of_heads = None if sinks is None else sinks[:, None, None]
     for seq, context_len in enumerate(context_lens.tolist()):
-        part = slice(starts[seq], starts[seq + 1])
-        rows = query[part].transpose(0, 1)[None]  # [1, num_heads, chunk, head_dim]
-        blocks = block_tables[seq, : -(-context_len // block_size)]
-        if scales is None:
-            gathered = [gather_field(kv_cache[:, which], blocks) for which in (0, 1)]
-        else:
-            found = _plain(kv_cache, blocks.long(), scales, query.dtype)
-            gathered = [each.flatten(0, 1).transpose(0, 1)[None] for each in found]
-        key, value = (each[:, :, :context_len] for each in gathered)
+        rows = query[starts[seq] : starts[seq + 1]].transpose(0, 1)[None]  # [1, num_heads, chunk, head_dim]
+        both = read(block_tables[seq, : -(-context_len // block_size)].long())
+        key, value = (each[:context_len].transpose(0, 1)[None] for each in both)
         query_at = torch.arange(context_len - rows.shape[2], context_len, device=query.device)
         bias = causal_bias(context_len, query_at[None, None, :, None], rule, query.dtype)
-        attended = attend(rows, key, value, bias, rule, sinks_of_heads)
-        output[part] = attended[0].transpose(0, 1)
-    return output
-
-
-def gather_field(field: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-    """Return a sequence's whole blocks of a field [num_blocks, block_size, heads, width].
-
-    As [1, heads, keys, width]."""
-    num_blocks, _, heads, width = field.shape
-    rows = field.view(num_blocks, -1).index_select(0, block_table)
-    return rows.view(1, -1, heads, width).transpose(1, 2)
-
-
-def _plain(
-    kv_cache: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Return K and V of whole blocks [num_blocks] of 8 bits as numbers.
-
-    Each is [num_blocks, block_size, num_kv_heads, head_dim]."""
-    rows, scale = kv_cache.view(torch.uint8)[blocks].view(kv_cache.dtype), scales[blocks]
-    return [plain(rows[:, which], scale[..., which], dtype) for which in (0, 1)]
+        found.append(attend(rows, key, value, bias, rule, sinks_of_heads)[0].transpose(0, 1))
+    return torch.cat(found)
 
 
 def causal_bias(

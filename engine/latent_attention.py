@@ -15,13 +15,21 @@ computes what that did and lets attention see what went in. What nobody uses of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from base.errors import ConfigError
-from engine.attention import AttentionRule, DecodeGroup, attend, causal_bias, gather_field
+from engine.attention import (
+    AttentionRule,
+    DecodeGroup,
+    Read,
+    gathered,
+    paged_decode_attention,
+    paged_prefill_attention,
+)
 from engine.paged_cache import PagedCache
 
 SIGNS = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "layer_idx")
@@ -63,10 +71,19 @@ class LatentHeads(nn.Module):
         return by_head(weight, self.nope_dim + self.value_dim)
 
 
-Keep = Callable[
-    [int, Rows, AttentionRule, torch.Tensor | None, LatentHeads | None],
-    tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]],
-]
+class LayerCall(NamedTuple):
+    """The call of one layer's attention, beside its query."""
+
+    layer: int
+    rows: Rows
+    """Rows that are kept of the tokens."""
+    rule: AttentionRule
+    sinks: torch.Tensor | None
+    heads: LatentHeads | None
+    """Makes heads of latents; None: K and V of heads are kept."""
+
+
+Keep = Callable[[LayerCall], tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
 """Writes what is kept of a layer's new tokens; returns attention of single tokens, and of chunks."""
 
 
@@ -125,61 +142,49 @@ def expanded(
 
 
 def latent_decode(
-    query: torch.Tensor,
-    heads: LatentHeads,
-    layer: tuple[torch.Tensor, torch.Tensor],
-    groups: list[DecodeGroup],
-    rule: AttentionRule,
+    query: torch.Tensor, groups: list[DecodeGroup], read: Read, heads: LatentHeads, rule: AttentionRule
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence, [num_seqs, num_heads, value_dim].
 
     Args:
         query: [num_seqs, num_heads, nope_dim + rotary_dim]
-        layer: Latents and rotary keys of one layer, each [num_blocks, block_size, 1, width], the new tokens'
-            written already.
+        read: Gathers latents and rotary keys of one layer, the new tokens' written already.
         groups, rule: as for `attention.py : paged_decode_attention`.
     """
-    weight = heads.weight
-    rows = torch.cat(absorbed_query(query, weight, heads.nope_dim), dim=-1)[:, None]
-    mixed = rows.new_empty(len(rows), rows.shape[2], weight.shape[2])
-    for group in groups:
-        latent, rotary = (group.gathered(field) for field in layer)
-        seqs, bias = group.sequences, group.bias(rule, query.dtype)
-        key = torch.cat([latent, rotary], dim=-1)
-        mixed[seqs] = attend(rows[seqs], key, latent, bias, rule, None)[:, 0]
-    return values_of(mixed, weight, heads.nope_dim)
+
+    def read_absorbed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latent, rotary = read(blocks)
+        return torch.cat([latent, rotary], dim=-1), latent
+
+    rows = torch.cat(absorbed_query(query, heads.weight, heads.nope_dim), dim=-1)
+    return values_of(paged_decode_attention(rows, groups, read_absorbed, rule), heads.weight, heads.nope_dim)
 
 
 def latent_prefill(
     query: torch.Tensor,
-    heads: LatentHeads,
-    layer: tuple[torch.Tensor, torch.Tensor],
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
+    read: Read,
+    block_size: int,
+    heads: LatentHeads,
     rule: AttentionRule,
 ) -> torch.Tensor:
     """Return the causal attention of packed chunks, [num_tokens, num_heads, value_dim].
 
-    Args:
-        query: [num_tokens, num_heads, nope_dim + rotary_dim], chunk after chunk.
-        layer: as for `latent_decode`.
-        query_starts: [num_seqs + 1] int32, ascending from 0.
-        block_tables, context_lens, rule: as for `attention.py : paged_prefill_attention`.
-    """
-    block_size = layer[0].shape[1]
-    output = query.new_empty(*query.shape[:2], heads.value_dim)
-    starts = query_starts.tolist()
-    for seq, context_len in enumerate(context_lens.tolist()):
-        part = slice(starts[seq], starts[seq + 1])
-        blocks = block_tables[seq, : -(-context_len // block_size)]
-        latent, rotary = (gather_field(field, blocks)[0, 0, :context_len] for field in layer)
-        key, value = expanded(latent, rotary, heads.weight, heads.nope_dim)
-        query_at = torch.arange(context_len - (part.stop - part.start), context_len, device=query.device)
-        bias = causal_bias(context_len, query_at[None, None, :, None], rule, query.dtype)
-        rows, key, value = (item.transpose(0, 1)[None] for item in (query[part], key, value))
-        output[part] = attend(rows, key, value, bias, rule, None)[0].transpose(0, 1)
-    return output
+    Arguments are as for `latent_decode` and `attention.py : paged_prefill_attention`."""
+
+    def read_expanded(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latent, rotary = read(blocks)
+        return expanded(latent[:, 0], rotary[:, 0], heads.weight, heads.nope_dim)
+
+    chunks = block_tables, query_starts, context_lens
+    return paged_prefill_attention(query, *chunks, read_expanded, block_size, rule)
+
+
+def latents_reader(fields: tuple[torch.Tensor, torch.Tensor]) -> Read:
+    """Return what reads latents and rotary keys of one layer, each [num_blocks, block_size, 1, width]."""
+    return lambda blocks: (gathered(fields[0], blocks), gathered(fields[1], blocks))
 
 
 def kept_latents(cache: PagedCache, slots: torch.Tensor) -> Keep:
@@ -189,25 +194,13 @@ def kept_latents(cache: PagedCache, slots: torch.Tensor) -> Keep:
     layers = list(zip(cache.field("latent").unbind(1), cache.field("rotary_key").unbind(1), strict=True))
     block_size = cache.layout.block_size
 
-    def keep(
-        layer: int, rows: Rows, rule: AttentionRule, sinks: torch.Tensor | None, heads: LatentHeads | None
-    ) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-        require_plain(rule, sinks)
-        fields = layers[layer]
-        for field, numbers in zip(fields, (rows["latent"], rows["rotary_key"]), strict=True):
+    def keep(call: LayerCall) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+        require_plain(call.rule, call.sinks)
+        fields = layers[call.layer]
+        for field, numbers in zip(fields, (call.rows["latent"], call.rows["rotary_key"]), strict=True):
             field[slots // block_size, slots % block_size, 0] = numbers
-
-        def decode(query: torch.Tensor, groups: list[DecodeGroup]) -> torch.Tensor:
-            assert heads is not None
-            return latent_decode(query, heads, fields, groups, rule)
-
-        def prefill(
-            query: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
-        ) -> torch.Tensor:
-            assert heads is not None
-            return latent_prefill(query, heads, fields, tables, starts, lens, rule)
-
-        return decode, prefill
+        given: dict[str, Any] = {"read": latents_reader(fields), "heads": call.heads, "rule": call.rule}
+        return partial(latent_decode, **given), partial(latent_prefill, block_size=block_size, **given)
 
     return keep
 

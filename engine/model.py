@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from base.errors import ConfigError
 from base.kv_layout import KvField, KvLayout
 from engine.attention import (
     AttentionRule,
-    DecodeGroup,
     decode_groups,
+    heads_reader,
     paged_decode_attention,
     paged_prefill_attention,
     write_kv,
 )
 from engine.batch import Batch
-from engine.latent_attention import Keep, LatentHeads, Rows, heads_of, kept_latents, show_latents
+from engine.latent_attention import Keep, LayerCall, Rows, heads_of, kept_latents, show_latents
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, cut_to_stage, run_stage
 from engine.pooling import HiddenStates
@@ -43,13 +44,9 @@ ATTENTION_NAME = "conductor_paged"
 
 MIN_BLOCK_SIZE = 16
 
-Attend = Callable[
-    [int, torch.Tensor, Rows, AttentionRule, torch.Tensor | None, LatentHeads | None], torch.Tensor
-]
-"""The attention of one step, which travels through the model as an argument.
-
-Takes the layer, the query [num_tokens, heads, dim], what is kept, the rule, the sinks, and of latents what
-makes heads of them."""
+Attend = Callable[[torch.Tensor, LayerCall], torch.Tensor]
+"""The attention of one step, which travels through the model as an argument; takes a layer's query first,
+[num_tokens, heads, dim]."""
 
 
 def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
@@ -61,21 +58,15 @@ def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
     chunks = views.chunk_tables, views.chunk_starts - middle, views.chunk_lens
     kept = (kept_latents if cache.has("latent") else kept_heads)(cache, views.slots.long())
 
-    def attend(
-        layer: int,
-        query: torch.Tensor,
-        rows: Rows,
-        rule: AttentionRule,
-        sinks: torch.Tensor | None,
-        heads: LatentHeads | None,
-    ) -> torch.Tensor:
-        decode, prefill = kept(layer, rows, rule, sinks, heads)
+    def attend(query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        decode, prefill = kept(call)
         found = []
         if middle:
             found.append(decode(query[:middle], groups))
         if middle < len(query):
             found.append(prefill(query[middle:], *chunks))
-        return torch.cat(found) if len(found) > 1 else found[0]
+        both = torch.cat(found) if len(found) > 1 else found[0]
+        return both if call.heads else both[..., : call.rows["value"].shape[-1]]
 
     return attend
 
@@ -85,24 +76,17 @@ def kept_heads(cache: PagedCache, slots: torch.Tensor) -> Keep:
     layers = cache.heads().unbind(1)
     scales_of_layers = cache.field("scale")[:, :, 0].unbind(1) if cache.has("scale") else None
 
-    def keep(
-        layer: int, rows: Rows, rule: AttentionRule, sinks: torch.Tensor | None, _: LatentHeads | None
-    ) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-        kv_cache = layers[layer]
-        scales = None if scales_of_layers is None else scales_of_layers[layer]
-        write_kv(rows["key"], rows["value"], kv_cache, slots, scales)
-        dim = rows["value"].shape[-1]
-
-        def decode(query: torch.Tensor, groups: list[DecodeGroup]) -> torch.Tensor:
-            return paged_decode_attention(query, kv_cache, groups, rule, sinks, scales)[..., :dim]
-
-        def prefill(
-            query: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
-        ) -> torch.Tensor:
-            chunks = tables, starts, lens
-            return paged_prefill_attention(query, kv_cache, *chunks, rule, sinks, scales)[..., :dim]
-
-        return decode, prefill
+    def keep(call: LayerCall) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+        kv_cache, key = layers[call.layer], call.rows["key"]
+        scales = None if scales_of_layers is None else scales_of_layers[call.layer]
+        write_kv(key, call.rows["value"], kv_cache, slots, scales)
+        read = heads_reader(kv_cache, scales, key.dtype)
+        given: dict[str, Any] = {"read": read, "rule": call.rule, "sinks": call.sinks}
+        block_size = cache.layout.block_size
+        return (
+            partial(paged_decode_attention, **given),
+            partial(paged_prefill_attention, block_size=block_size, **given),
+        )
 
     return keep
 
@@ -175,15 +159,9 @@ class PagedModel:
         """Run two tokens and see what each layer brings."""
         seen: dict[int, tuple[int, Rows]] = {}
 
-        def look(
-            layer: int,
-            query: torch.Tensor,
-            rows: Rows,
-            _: object,
-            __: object,
-            heads: LatentHeads | None,
-        ) -> torch.Tensor:
-            seen[layer] = (query.shape[1] if heads else rows["key"].shape[1], rows)
+        def look(query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+            rows, heads = call.rows, call.heads
+            seen[call.layer] = (query.shape[1] if heads else rows["key"].shape[1], rows)
             return query.new_zeros((*query.shape[:2], heads.value_dim if heads else rows["value"].shape[2]))
 
         token_ids = torch.tensor([[0, 1]], device=self.device)
@@ -241,7 +219,7 @@ def _attention(
     layer: Any = module.layer_idx
     heads = heads_of(module)
     rows = {"key": key, "value": value} if heads is None else heads.take(key)
-    return paged(layer, query, rows, rule, arguments.get("s_aux"), heads)[None], None
+    return paged(query, LayerCall(layer, rows, rule, arguments.get("s_aux"), heads))[None], None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from engine import attention
 from engine.attention import (
     AttentionRule,
     decode_groups,
+    heads_reader,
     paged_decode_attention,
     paged_prefill_attention,
     write_kv,
@@ -31,7 +32,12 @@ def layer_of_cache(num_kv_heads: int, head_dim: int = 8, num_blocks: int = 40) -
 def decode(query, kv_cache, tables, context_lens, rule, sinks=None):
     token_bytes = kv_cache[0, :, 0].numel() * kv_cache.element_size()
     groups = decode_groups(tables, torch.tensor(context_lens).int(), BLOCK_SIZE, token_bytes)
-    return paged_decode_attention(query, kv_cache, groups, rule, sinks)
+    return paged_decode_attention(query, groups, heads_reader(kv_cache, None, query.dtype), rule, sinks)
+
+
+def prefill(query, kv_cache, tables, starts, lens, rule, sinks=None):
+    read = heads_reader(kv_cache, None, query.dtype)
+    return paged_prefill_attention(query, tables, starts, lens, read, BLOCK_SIZE, rule, sinks)
 
 
 def tables_for(context_lens: list[int]) -> torch.Tensor:
@@ -68,7 +74,7 @@ def test_prefill_equals_its_definition(rule, num_heads, num_kv_heads, with_sinks
     query = torch.randn(58, num_heads, 8)
     sinks = torch.randn(num_heads) if with_sinks else None
     lens = torch.tensor(context_lens).int()
-    result = paged_prefill_attention(query, kv_cache, tables, starts, lens, rule, sinks)
+    result = prefill(query, kv_cache, tables, starts, lens, rule, sinks)
     for seq, length in enumerate(context_lens):
         part = slice(int(starts[seq]), int(starts[seq + 1]))
         key, value = gathered(kv_cache, tables[seq], length)
@@ -118,7 +124,7 @@ def test_what_a_sequence_does_not_see_cannot_reach_it_not_even_as_nan() -> None:
     lens = torch.tensor(context_lens).int()
     decoded = decode(query, kv_cache, tables, context_lens, RULES["plain"])
     starts = torch.arange(len(context_lens) + 1).int()
-    prefilled = paged_prefill_attention(query, kv_cache, tables, starts, lens, RULES["plain"])
+    prefilled = prefill(query, kv_cache, tables, starts, lens, RULES["plain"])
     for result in (decoded, prefilled):
         for seq, length in enumerate(context_lens):
             key, value = gathered(kv_cache, tables[seq], length)

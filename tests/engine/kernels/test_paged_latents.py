@@ -7,7 +7,7 @@ from engine.attention import AttentionRule
 from engine.kernels.decode_parts import PartCounts, decode_parts
 from engine.kernels.paged_latents import LatentTiles, decode_latents, prefill_latents
 from engine.kernels.write_rows import write_rows
-from engine.latent_attention import LatentHeads, latent_prefill, values_of
+from engine.latent_attention import LatentHeads, latent_prefill, latents_reader, values_of
 from tests.engine.kernels.paged import DEVICE, relative_error
 
 NOPE, ROTARY, VALUE = 16, 8, 12
@@ -51,9 +51,9 @@ class Case:
         return latent.transpose(0, 1), query[..., NOPE:]
 
     def expected(self, query: torch.Tensor, starts: list[int]) -> torch.Tensor:
-        return latent_prefill(
-            query, self.heads, self.layer, self.tables, torch.tensor(starts), self.lens, RULE
-        )
+        read, block_size = latents_reader(self.layer), self.layer[0].shape[1]
+        chunks = self.tables, torch.tensor(starts), self.lens
+        return latent_prefill(query, *chunks, read, block_size, self.heads, RULE)
 
     def values(self, mixed: torch.Tensor) -> torch.Tensor:
         return values_of(mixed, self.heads.weight, NOPE)

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from engine.attention import AttentionRule, decode_groups, paged_decode_attention, paged_prefill_attention
+from engine.attention import (
+    AttentionRule,
+    decode_groups,
+    heads_reader,
+    paged_decode_attention,
+    paged_prefill_attention,
+)
 from engine.attention import write_kv as write_kv_definition
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import PrefillTiles, paged_prefill
@@ -88,11 +94,12 @@ def test_decode_and_chunks_read_what_was_written(block_size: int) -> None:
         numbers[clean.isnan()] = 0
     singles = query[: len(LENS)]
     groups = decode_groups(valid, lens, block_size, token_bytes=1)
-    expected = paged_decode_attention(singles, cache, groups, RULE, scales=scales)
+    read = heads_reader(cache, scales, query.dtype)
+    expected = paged_decode_attention(singles, groups, read, RULE)
     output = paged_decode(singles, cache, tables, lens, RULE, scales=scales)
     assert relative_error(output, expected) < 3e-6
     starts = torch.tensor([0, *torch.tensor(LENS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    expected = paged_prefill_attention(query, cache, valid, starts, lens, RULE, scales=scales)
+    expected = paged_prefill_attention(query, valid, starts, lens, read, block_size, RULE)
     output = paged_prefill(query, cache, tables, starts, lens, RULE, scales=scales)
     assert relative_error(output, expected) < 3e-6
     cut = PrefillTiles(16, 16, num_warps=4, num_stages=1, parts=3, least_keys=16)
