@@ -15,11 +15,10 @@ from base.logs import event
 from base.metrics import StoreMetrics
 from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine
-from kvstore.block_mover import BlockMover, SegmentMover
+from kvstore.block_mover import BlockMover, SegmentMover, ShardMover
 from kvstore.engine_store import EngineStore
 from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
-from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
 from node.own_cache import OwnCache, SegmentCache
 from node.ranked_cache import RankedCache

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.load_costs import LoadCosts
+from kvstore.engine_store import LoadCosts
 
 
 def costs(compute_s=0.01, block_tokens=10):

@@ -13,10 +13,10 @@ from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND, checksum, sum_of_
 from base.clock import SystemClock
 from base.errors import LostError, TransferFailedError
 from base.kv_layout import KvField, KvLayout, KvPart, all_of, part_columns, part_runs, spreads
+from kvstore.block_mover import ShardMover, part_bytes
 from kvstore.client import Stripes
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
-from kvstore.shard_mover import ShardMover, part_bytes
 from kvstore.store import Store
 from tests.engine.definitions import sum_words_definition
 from tests.kvstore.cluster import chain_of

@@ -21,7 +21,7 @@ from base.config import (
 )
 from base.errors import CapacityError, LeaseExpiredError, ProtocolError
 from base.tls import NODE_NAME
-from kvstore import peer_holds
+from kvstore import service as service_module
 from kvstore.context import connected
 from kvstore.hosting import hosted_store
 from kvstore.service import StoreService
@@ -116,7 +116,7 @@ class Caller:
 
 
 async def test_a_peer_holds_so_much_ends_only_its_own_and_all_of_it_runs_out(monkeypatch):
-    monkeypatch.setattr(peer_holds, "MIN_BLOCKS", 1)
+    monkeypatch.setattr(service_module, "MIN_BLOCKS", 1)
     one, two = Caller("10.0.0.1"), Caller("10.0.0.2")
 
     def asked(path):
@@ -148,7 +148,7 @@ async def test_a_chain_with_a_block_twice_is_refused_and_nothing_is_reserved():
 
 
 async def test_a_peer_has_so_many_leases(monkeypatch):
-    monkeypatch.setattr(peer_holds, "MAX_TICKETS", 3)
+    monkeypatch.setattr(service_module, "MAX_TICKETS", 3)
     caller = Caller("10.0.0.1")
     async with hosted() as hosting:
         assert await save(hosting.cache, "ab") == 2
@@ -165,7 +165,7 @@ async def test_a_peer_has_so_many_leases(monkeypatch):
 
 
 async def test_leases_that_come_together_are_no_more_than_a_peer_may_have(monkeypatch):
-    monkeypatch.setattr(peer_holds, "MAX_TICKETS", 1)
+    monkeypatch.setattr(service_module, "MAX_TICKETS", 1)
     caller = Caller("10.0.0.1")
     async with hosted() as hosting:
         assert await save(hosting.cache, "ab") == 2

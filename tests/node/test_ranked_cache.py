@@ -11,10 +11,10 @@ import torch
 from base.checksum import CHECKSUM_KIND
 from base.clock import SystemClock
 from base.messages import Failed, Lend, Lent, Source
+from kvstore.block_mover import ShardMover
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
-from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
 from node.own_cache import Lender, SegmentCache
 from node.ranked_cache import RankedCache
