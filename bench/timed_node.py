@@ -48,7 +48,6 @@ from engine.step import LaunchedStep, StepEntry, StepPlan, StepResult, result_of
 from kvstore.client import Stripes
 from node.own_cache import Lender, LentPrefix
 from node.work import ConductorWork, SharedState
-from prefill_node.prefix_loader import PrefixSource
 from prefill_node.role import PrefillRole
 from transfer.shard import BlockMove, NodeKv, OnArrived
 
@@ -167,10 +166,7 @@ class TimedCache:
         finally:
             self._pool.release(block_ids)
 
-    def lent(self, source: Source) -> PrefixSource:
-        return LentPrefix(source, partial(self._load, source))
-
-    async def _load(
+    async def load(
         self,
         source: Source,
         chain: Sequence[BlockHash],
@@ -239,7 +235,7 @@ class TimedNode:
         client = AttachClient(self._info, address, rng, secured, dial_end)
         loop, kv, tasks, clock = self.engine.loop, self._kv, self._tasks, self._clock
         lender = Lender(self.cache, tasks, client.send)
-        prefill = PrefillRole(loop, kv, tasks, client.send, clock, self.cache.lent)
+        prefill = PrefillRole(loop, kv, tasks, client.send, clock, partial(LentPrefix, self.cache))
         decode = DecodeRole(loop, kv, tasks, client.send, clock)
         work = ConductorWork(self._state, client.wake, prefill, decode, lender)
         self.running.append(tasks.create_task(client.run(work)))

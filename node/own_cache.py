@@ -5,15 +5,17 @@ turn. The blocks that are lent are held, so that they stay what they are, and th
 itself (`prefill_node/prefix_loader.py`), until `Release`, the deadline, or the end of the conductor's
 stream. What the node's store has of a chain is lent from there where that is more.
 
-Here is the cache of a node of one rank; of several ranks: `ranked_cache.py`.
+Of several ranks none has a whole block, and a lent block has one checksum. So both go by the node's store,
+where blocks lie whole: what is asked for is saved there and lent from there, and what another node lent is
+read into the store, loaded from there by each rank and compared then. Without a store it does neither.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from base.block_hash import BlockHash
 from base.errors import ChecksumError, LostError
@@ -25,9 +27,9 @@ from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from kvstore.client import Stripes
-from kvstore.lending import lend_stored
+from kvstore.engine_store import EngineStore
+from kvstore.lending import lend_stored, store_lent
 from kvstore.store import Store
-from prefill_node.prefix_loader import PrefixSource
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.owned.segment import Segment
@@ -45,8 +47,15 @@ class OwnCache(Protocol):
         """
         ...
 
-    def lent(self, source: Source) -> PrefixSource:
-        """Return what another node lent, as a source to load from."""
+    async def load(
+        self,
+        source: Source,
+        chain: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        first: int,
+        stripes: Stripes | None,
+    ) -> int:
+        """Take in what another node lent, as `PrefixSource.load`."""
         ...
 
 
@@ -91,10 +100,7 @@ class SegmentCache:
         finally:
             self.pool.release(block_ids)
 
-    def lent(self, source: Source) -> PrefixSource:
-        return LentPrefix(source, partial(self._load, source))
-
-    async def _load(
+    async def load(
         self,
         source: Source,
         chain: Sequence[BlockHash],
@@ -102,7 +108,6 @@ class SegmentCache:
         first: int,
         stripes: Stripes | None,
     ) -> int:
-        """Read blocks that another node lent straight into the cache."""
         layout = self.cache.layout
         skipped = first - source.first_block
         theirs = slice(skipped, skipped + len(block_ids))
@@ -114,16 +119,42 @@ class SegmentCache:
         return len(block_ids)
 
 
-Load = Callable[[Sequence[BlockHash], Sequence[int], int, Stripes | None], Coroutine[Any, Any, int]]
-"""Loads blocks, as `PrefixSource.load` does."""
+class RankedCache:
+    """`OwnCache` of a node of several ranks.
+
+    Args:
+        beside: To save to `store` and load from there.
+    """
+
+    def __init__(self, beside: EngineStore, store: Store, agent: TransferAgent) -> None:
+        self.beside = beside
+        self.store = store
+        self.agent = agent
+
+    async def lend(self, message: Lend, send: Callable[[FromNode], None]) -> None:
+        await self.beside.save_now(message.chain)
+        await lend_stored(self.store, message, send)
+
+    async def load(
+        self,
+        source: Source,
+        chain: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        first: int,
+        stripes: Stripes | None,
+    ) -> int:
+        # The store takes no block without those before it, which maybe the engine alone has.
+        await self.beside.save_now(chain[:first])
+        await store_lent(self.store, self.agent, chain, source)
+        return await self.beside.load(chain, block_ids, first, stripes)
 
 
 class LentPrefix:
     """Blocks that another node lent, as a source of a prefix."""
 
-    def __init__(self, source: Source, load: Load) -> None:
+    def __init__(self, own: OwnCache, source: Source) -> None:
         self._source = source
-        self.load = load
+        self.load = partial(own.load, source)
 
     async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
         source = self._source

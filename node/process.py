@@ -42,7 +42,7 @@ from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine, build_engine
 from node.kv import node_kv, node_segment, transfer_config
 from node.metrics import PrefillMetrics, TransferMetrics, observe
-from node.own_cache import Lender
+from node.own_cache import Lender, LentPrefix
 from node.store import node_store, own_cache
 from node.timeline import NodeTimeline
 from node.tracing import NodeTracing
@@ -85,7 +85,7 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
                 timeline.watch(engine)
                 prefills.append(timeline)
             here = own_cache(engine, segment, agent, beside)
-            lent = here.lent if here is not None else None
+            lent = partial(LentPrefix, here) if here is not None else None
             works = []
             background = [tasks.create_task(engine.loop.run())]
             # Seconds on a GPU, that no request shall wait.

@@ -20,8 +20,7 @@ from kvstore.engine_store import EngineStore
 from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
 from kvstore.store import Store
-from node.own_cache import OwnCache, SegmentCache
-from node.ranked_cache import RankedCache
+from node.own_cache import OwnCache, RankedCache, SegmentCache
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.owned.segment import Segment

@@ -25,7 +25,7 @@ from engine.paged_cache import PagedCache
 from engine.runner import StepRunner
 from engine.scheduler import Scheduler
 from engine.step import LaunchedStep, LayerGroup, StepResult
-from node.own_cache import SegmentCache
+from node.own_cache import LentPrefix, SegmentCache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.shard import LocalShard, NodeKv
@@ -137,7 +137,8 @@ class Part:
         self.kv = NodeKv(LAYOUT, (shard,))
         self.own = SegmentCache(self.pool, self.cache, self.segment, agent)
         if role_class is PrefillRole:
-            self.role = PrefillRole(self.loop, self.kv, group, self.send, clock, self.own.lent)
+            lent = partial(LentPrefix, self.own)
+            self.role = PrefillRole(self.loop, self.kv, group, self.send, clock, lent)
         else:
             self.role = role_class(self.loop, self.kv, group, self.send, clock)
 

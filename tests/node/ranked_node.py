@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from base.messages import Lend, Lent, Prefill, Prefilled, Source, Tokens, Work
 from base.metrics import StoreMetrics, process_registry
 from base.request import SamplingParams, StopParams
 from node.kv import node_kv
-from node.own_cache import Lender
+from node.own_cache import Lender, LentPrefix
 from node.process import _built
 from node.store import node_store, own_cache
 from prefill_node.role import PrefillRole
@@ -34,7 +35,7 @@ class AskedNode:
         self.beside, self.store = beside, beside.own
         self._told, self._lent = asyncio.Queue(), asyncio.Queue()
         send = self._told.put_nowait
-        self.role = PrefillRole(engine.loop, kv, group, send, clock, own.lent, self.beside)
+        self.role = PrefillRole(engine.loop, kv, group, send, clock, partial(LentPrefix, own), self.beside)
         self.lender = Lender(own, group, self._lent.put_nowait)
         self._num_asked = 0
 

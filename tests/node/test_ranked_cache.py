@@ -16,8 +16,7 @@ from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
 from kvstore.store import Store
-from node.own_cache import Lender, SegmentCache
-from node.ranked_cache import RankedCache
+from node.own_cache import Lender, LentPrefix, RankedCache, SegmentCache
 from prefill_node.prefix_loader import Prefix
 from tests.kvstore.cluster import chain_of
 from tests.manual_clock import ManualClock
@@ -70,7 +69,7 @@ class LendingNode(RankedNode):
         prefix = Prefix(self.pool, "r")
         prefix.block_ids += self.pool.match(chain)
         try:
-            await prefix.load(chain, self.own.lent(source), ManualClock())
+            await prefix.load(chain, LentPrefix(self.own, source), ManualClock())
             return len(prefix.block_ids)
         finally:
             await prefix.close()

@@ -21,7 +21,7 @@ from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
 from kvstore.store import Store
 from kvstore.wire import Member
-from node.own_cache import Lender, SegmentCache
+from node.own_cache import Lender, LentPrefix, SegmentCache
 from prefill_node.role import PrefillRole
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from tests.manual_clock import ManualClock
@@ -60,7 +60,8 @@ async def with_store(part, group):
     mover = SegmentMover(cache, part.segment, LAYOUT.block_bytes, partial(block_sums, part.cache))
     part.beside = EngineStore(part.pool, LAYOUT, mover, part.store, 1e9, ManualClock())
     own = SegmentCache(part.pool, part.cache, part.segment, part.agent, part.store)
-    part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), own.lent, part.beside)
+    lent = partial(LentPrefix, own)
+    part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), lent, part.beside)
     part.lender = Lender(own, group, part.send)
     saving = group.create_task(part.beside.run())
     try:

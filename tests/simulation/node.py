@@ -39,7 +39,7 @@ from kvstore.pool import PoolLimits
 from kvstore.store import Store
 from kvstore.wire import Member
 from node.kv import node_kv
-from node.own_cache import Lender, SegmentCache
+from node.own_cache import Lender, LentPrefix, SegmentCache
 from node.work import ConductorWork, SharedState
 from prefill_node.role import PrefillRole
 from protos import nodes_pb2 as pb
@@ -153,7 +153,8 @@ class SimNode:
             for conductor in world.conductors:
                 client = AttachClient(info, conductor.name, self.rng, dial_end=self._dialled(conductor))
                 lender = Lender(here, tasks, client.send)
-                prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, here.lent, beside)
+                lent = partial(LentPrefix, here)
+                prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, lent, beside)
                 decode = DecodeRole(engine.loop, kv, tasks, client.send, clock, beside)
                 self.works.append(ConductorWork(state, client.wake, prefill, decode, lender))
                 tasks.create_task(client.run(self.works[-1]))
