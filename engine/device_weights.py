@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from base.errors import ConfigError
 from engine.load_progress import LoadProgress
 from engine.pipeline import layers_of
-from engine.quantized_experts import ExpertWeights
 from engine.quantized_linear import QuantizedLinear
 from engine.shared_product import layers_by_input, linears_are_alike
 
@@ -100,11 +99,8 @@ class _Visit:
         while self._home:
             held, name, tensor = self._home.pop()
             held[name] = tensor
-        for module in layer.modules():
-            if isinstance(module, QuantizedLinear):
-                module.quantized = module.quantized.on(torch.device("cpu"))
-            if isinstance(module, ExpertWeights):
-                _move(module, torch.device("cpu"))
+        for module in layer.modules():  # levels that were made there
+            _move(module, torch.device("cpu"))
 
     def _brought(self, each: Any) -> Any:
         return each.to(self._device) if isinstance(each, torch.Tensor) else each

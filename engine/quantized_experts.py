@@ -186,8 +186,7 @@ def quantize_experts(
 
     Each lies where its floats lay. `device` computes the levels, one expert at a time; None: where they lie.
 
-    Raises ConfigError as `require_plain_experts`, and for four bits of an odd number of inputs."""
-    require_plain_experts(model)
+    Raises ConfigError for four bits of an odd number of inputs."""
     found = experts_in(model)
     while found:
         # Let go of, layer by layer: the floats of all and their levels may be more than a GPU has room for.

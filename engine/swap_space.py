@@ -53,10 +53,6 @@ class SwapSpace:
         self.num_leaving_blocks = 0
         """Number of blocks that move out, and come free when their step has landed."""
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take in the seconds of a step with a long chunk, which say what recomputing costs."""
         token_s = seconds / num_tokens

@@ -136,9 +136,8 @@ class WorkSpans(MessageObserver):
         if item.stays and parent is not None:
             self._begin("decode", item.request_id, parent)
 
-    def _begin(self, name: str, request_id: RequestId, parent: str) -> Span:
-        span = self._spans[request_id] = self._tracer.begin(name, parent, request_id=request_id)
-        return span
+    def _begin(self, name: str, request_id: RequestId, parent: str) -> None:
+        self._spans[request_id] = self._tracer.begin(name, parent, request_id=request_id)
 
     def _end(self, request_id: RequestId, error: str = "") -> None:
         span = self._spans.pop(request_id, None)
