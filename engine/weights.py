@@ -147,19 +147,12 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTra
 
     Raises ConfigError if the configuration is missing or of no known family, in one line."""
     with loading(f"{path}: no model can be made"), ONE_AT_A_TIME:
-        return _drawn(model_config(path), dtype, device).eval()
-
-
-def _drawn(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    torch.manual_seed(0)
-    try:
+        config = model_config(path)
+        torch.manual_seed(0)
         with device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    finally:
-        torch.set_default_dtype(before)
-    return model
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    drawn: PreTrainedModel = model.eval()
+    return drawn
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -241,3 +241,10 @@ async def test_a_seeded_sequence_draws_the_same_in_company_and_alone(folder: Pat
 def test_a_gpus_cache_leaves_a_tenth_of_all_its_memory_whatever_weights_take(free_gib, cache_gib):
     gib = 1 << 30
     assert gpu_cache_bytes(int(free_gib * gib), 140 * gib) == pytest.approx(cache_gib * gib)
+
+
+def test_random_weights_have_the_dtype_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    table = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(table | {"dtype": "bfloat16"}))
+    model = weights.random_model(tmp_path, torch.float32, torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
