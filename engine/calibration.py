@@ -13,6 +13,7 @@ Experts have the nearest levels: few of a text's tokens reach each expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from base.errors import ConfigError
 from engine.compensated_rounding import compensated
 from engine.device_weights import visiting
-from engine.pipeline import layers_of
+from engine.pipeline import plain_layers
 from engine.quantized_linear import linears_in, nearest_on, quantize_linears
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 
@@ -50,26 +50,17 @@ def quantize_for_text(
 
     Raises ConfigError as `quantize_linears`."""
     device = device or model.device
-    try:
-        layers = list(layers_of(model)) if token_ids else []
-    except ConfigError:
-        layers = []
-    handles = []
-    for layer in layers:
-        seen: dict[nn.Module, torch.Tensor] = {}
-        handles += [
-            linear.register_forward_pre_hook(partial(_add_moments, seen))
-            for _, _, linear in linears_in(layer)
-        ]
-        handles.append(layer.register_forward_hook(_rounding(weight_format, seen)))
-    try:
-        if handles:
+    layers = list(plain_layers(model)) if token_ids else []
+    with ExitStack() as hooks:
+        for layer in layers:
+            seen: dict[nn.Module, torch.Tensor] = {}
+            for _, _, linear in linears_in(layer):
+                hooks.enter_context(linear.register_forward_pre_hook(partial(_add_moments, seen)))
+            hooks.enter_context(layer.register_forward_hook(_rounding(weight_format, seen)))
+        if layers:
             # Entered last, so that a layer is rounded before it leaves the device.
             with visiting(model, device):
                 _read(model, token_ids, device)
-    finally:
-        for handle in handles:
-            handle.remove()
     quantize_linears(model, weight_format, head, partial(nearest_on, device), device)
 
 

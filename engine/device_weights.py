@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from base.errors import ConfigError
 from engine.load_progress import LoadProgress
-from engine.pipeline import layers_of
+from engine.pipeline import plain_layers
 from engine.quantized_linear import QuantizedLinear
 from engine.shared_product import layers_by_input, linears_are_alike
 
@@ -51,28 +50,19 @@ def visiting(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
 
     What is outside of the layers moves there for good, as does all of a family without plain layers. Levels
     that a layer is rounded to while it is there come back to the host. On the device already: no effect."""
-    try:
-        layers = [
-            each
-            for each in layers_of(model)
-            if any(_bytes_elsewhere(part, device) for part in each.modules())
-        ]
-    except ConfigError:
-        layers = []
+    layers = [
+        each for each in plain_layers(model) if any(_bytes_elsewhere(part, device) for part in each.modules())
+    ]
     inside = {each for layer in layers for each in layer.modules()}
     for each in model.modules():
         if each not in inside:
             _move(each, device)
-    handles = []
-    for layer in layers:
-        visit = _Visit(device)
-        handles.append(layer.register_forward_pre_hook(visit.begin, with_kwargs=True))
-        handles.append(layer.register_forward_hook(visit.end))
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            visit = _Visit(device)
+            hooks.enter_context(layer.register_forward_pre_hook(visit.begin, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(visit.end))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Visit:

@@ -138,13 +138,19 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers of a causal model that can be cut.
 
     Raises ConfigError if the family's decoder has no `layers` and `norm`."""
-    decoder = model.base_model
-    layers: object = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not isinstance(getattr(decoder, "norm", None), nn.Module):
+    layers = plain_layers(model)
+    if not layers:
         raise ConfigError(
             f"pipeline parallel: model family {model.config.model_type!r} has no `layers` and `norm`"
         )
     return layers
+
+
+def plain_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder layers of a causal model; none, of a family without `layers` and `norm`."""
+    layers: object = getattr(model.base_model, "layers", None)
+    has_norm = isinstance(getattr(model.base_model, "norm", None), nn.Module)
+    return layers if has_norm and isinstance(layers, nn.ModuleList) else nn.ModuleList()
 
 
 def cut_to_stage(model: PreTrainedModel, layers: range) -> None:
