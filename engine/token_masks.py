@@ -44,7 +44,8 @@ class Grammars:
     def expect(self, grammar: Grammar | None) -> None:
         """Begin to compile what a sequence that is about to come needs."""
         if grammar is not None:
-            self._thread.submit(self._compile, grammar).add_done_callback(Future.exception)
+            compiled = self._thread.submit(lambda: self._vocabulary.compile(grammar))
+            compiled.add_done_callback(Future.exception)
 
     def warm(self) -> None:
         """Begin to load the vocabulary, so that the first grammar need not wait for it."""
@@ -66,9 +67,6 @@ class Grammars:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return self._load()
-
-    def _compile(self, grammar: Grammar) -> None:
-        self._vocabulary.compile(grammar)
 
     def _begin(self, grammar: Grammar, stop: StopParams) -> Constraint:
         try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from base.block_hash import HASH_BYTES, BlockHash
 
@@ -30,7 +30,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A record's description of itself."""
+    """A record's description of itself, in the order of its bytes."""
 
     block_hash: BlockHash
     length: int
@@ -44,16 +44,7 @@ class RecordHeader:
 
 def encode_header(header: RecordHeader) -> bytes:
     """Return the `HEADER_BYTES` in front of a payload."""
-    fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        HEADER_BYTES,
-        header.block_hash,
-        header.length,
-        header.sequence,
-        header.checksum,
-        header.payload_xxh3,
-    )
+    fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, *astuple(header))
     return (fields + _CRC.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
 
 
