@@ -142,6 +142,20 @@ def test_a_new_token_that_is_handed_in_is_seen_and_written(programs, window, cap
     assert torch.equal(kv_cache.nan_to_num(), expected_cache.nan_to_num())
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_new_token_alone_in_its_window_is_all_that_is_read(block_size: int) -> None:
+    lens = [1, 6, 18, 65]
+    generator = torch.Generator().manual_seed(0)
+    kv_cache, tables = paged_layer(lens, 2, 64, block_size, torch.float32, generator)
+    kv_cache.fill_(float("nan"))
+    query = torch.randn(4, 4, 64, generator=generator).to(DEVICE)
+    key, value = torch.randn(2, 4, 2, 64, generator=generator).to(DEVICE)
+    lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    rule = AttentionRule(0.3, sliding_window=1)
+    output = paged_decode(query, kv_cache, tables, lens_tensor, rule, added=(key, value))
+    assert torch.equal(output, value.repeat_interleave(2, 1))
+
+
 def test_a_row_of_padding_is_zeros() -> None:
     generator = torch.Generator().manual_seed(0)
     kv_cache, tables = paged_layer([120], 1, 64, 16, torch.float32, generator)
