@@ -10,6 +10,7 @@ last one wins) hides an edit made in the wrong place.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,6 +33,13 @@ class _Loader(yaml.SafeLoader):
         for tag, make in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
     } | {"tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_str}
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, OverflowError) as error:  # of PyYAML's own, which names no line
+            problem = f"the value is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 class _Document:
@@ -67,10 +75,12 @@ class _Document:
     def _look_at_key(self, node: yaml.Node, before: set[str]) -> None:
         """Raise YAMLError for a key that is no text, or that is among those `before`."""
         problem = ""
-        if node.tag == MERGE:
+        if not isinstance(node, yaml.ScalarNode):
+            problem = "a table or list is no key"
+        elif node.tag == MERGE:
             return
-        if node.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
-            problem = f"{node.value if isinstance(node.value, str) else 'a table or list'} is no key"
+        elif node.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+            problem = f"{node.value} is no key"
         elif node.value in before:
             problem = f"the key {node.value!r} stands here a second time"
         if problem:

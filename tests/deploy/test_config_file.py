@@ -56,6 +56,11 @@ def test_a_value_reaches_its_field(tmp_path):
         ("model: [\n", ":2: expected the node content"),
         ("model: !!python/object/apply:os.getcwd []\n", ":1: could not determine a constructor"),
         ("1: 2", ":1: 1 is no key"),
+        ("? !!str [a]\n: 1", ":1: a table or list is no key"),
+        ("? !!merge [a]\n: {a: 1}", ":1: a table or list is no key"),
+        ("\nmodel: !!bool maybe\n", ":2: the value is no bool"),
+        ("\nmodel: !!int ''\n", ":2: the value is no int"),
+        pytest.param(f"slo: {{ttft_s: {'1:' * 300}1.0}}", ":1: the value is no float", id="in sixties"),
     ],
 )
 def test_what_is_wrong_is_told_with_file_line_and_key(tmp_path, text, told):
