@@ -211,7 +211,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             token_ids = await text_token_ids(self._model, prompt, adds_special)
         else:
             token_ids = prompt
-        if not message.echo:
+        if not message.echo or len(token_ids) >= self._model.max_model_len:  # of which no request is made
             return token_ids, None
         if options.prompt_logprobs is not None:
             check_prompt_logprobs(len(token_ids), options.prompt_logprobs)

@@ -176,3 +176,13 @@ async def test_what_cannot_be_shown_is_refused_by_field(model, monkeypatch, fiel
         assert not api.dispatcher.requests
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert details["BadRequest"].field_violations[0].field == param
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_token_ids_beyond_the_window_are_refused_as_such_shown_or_not(model, echo):
+    token_ids = pb.TokenIds(ids=[1] * model.max_model_len)
+    async with calling(model, lambda request: spoken(model, "!")) as (stub, _):
+        for given in (token_ids, pb.TokenIds(ids=[*token_ids.ids, 1])):
+            _, details = await refusal(stub, token_ids=given, echo=echo, num_logprobs=1)
+            assert details["ErrorInfo"].reason == "ContextLengthError"
+            assert details["BadRequest"].field_violations[0].field == "token_ids.ids"
