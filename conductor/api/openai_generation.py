@@ -106,7 +106,7 @@ async def _prompt(body: CompletionBody, given: str | list[int], model: ServedMod
     if isinstance(given, str):
         token_ids = await text_token_ids(model, given, body.add_special_tokens is not False)
         return Shown(token_ids, given if body.echo else "")
-    if not body.echo:
+    if not body.echo or len(given) >= model.max_model_len:  # of which no request is made
         return Shown(tuple(given))
     echo = await token_ids_text(model, given, "prompt", body.skip_special_tokens is not False)
     return Shown(tuple(given), echo)

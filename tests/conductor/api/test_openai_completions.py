@@ -172,6 +172,15 @@ async def test_long_prompt_is_tokenised_like_a_short_one(model):
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_token_ids_beyond_the_window_are_refused_as_such_shown_or_not(model, echo):
+    body = {"model": MODEL, "prompt": [1] * (model.max_model_len + 1), "echo": echo}
+    async with completing(model) as (_, api), httpx.AsyncClient() as client:
+        answer = await client.post(f"{api.url}/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
 async def test_models_are_listed(model):
     async with completing(model) as (client, _):
         models = [item async for item in await client.models.list()]
