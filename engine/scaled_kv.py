@@ -35,6 +35,8 @@ def scaled_layout(layout: KvLayout) -> KvLayout:
     if [field.name for field in layout.fields] != ["key", "value"]:
         raise ConfigError(NOT_HEADS)
     key, value = layout.fields
+    if value.width % 2:
+        raise ConfigError(f"kv_dtype: fp8 takes numbers in pairs, not heads of {value.width}; say auto")
     fields = (
         KvField("key", key.width, SCALED_DTYPE),
         KvField("value", value.width, SCALED_DTYPE),

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from base.errors import ConfigError
+from base.kv_layout import head_layout
 from engine.attention import (
     AttentionRule,
     decode_groups,
@@ -15,7 +17,7 @@ from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import PrefillTiles, paged_prefill
 from engine.kernels.read_scaled import read_scaled
 from engine.kernels.write_kv import write_kv
-from engine.scaled_kv import LARGEST, SCALE_WIDTH, plain, scales_of
+from engine.scaled_kv import LARGEST, SCALE_WIDTH, plain, scaled_layout, scales_of
 from tests.engine.kernels.paged import DEVICE, relative_error
 
 RULE = AttentionRule(scale=0.125)
@@ -171,3 +173,8 @@ def test_numbers_too_large_for_a_block_are_cut_off_and_not_lost() -> None:
     for write in (write_kv, write_kv_definition):
         write(rows[0], rows[1], cache, torch.tensor([16, 17], device=DEVICE), scales)
         assert (cache[1, :, 1].float() == LARGEST).all()
+
+
+def test_heads_of_an_odd_width_are_refused():
+    with pytest.raises(ConfigError, match="kv_dtype: fp8 takes numbers in pairs, not heads of 63; say auto"):
+        scaled_layout(head_layout(2, HEADS, 63, 64, "bfloat16"))
