@@ -6,12 +6,12 @@ each, too little for the memory to get up to speed.
 
 The model's own forward still calls three projections. Each becomes a `Slice` that calls the shared product
 and keeps its columns; the calls are identical, so the compiler leaves one (`compiled.py`). Uncompiled, the
-product would run three times: fuse only what is compiled.
+product would run three times: what has such names is in a decoder layer, and these are compiled.
 """
 
 from __future__ import annotations
 
-import itertools
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
 from engine.quantized_linear import QuantizedLinear, quantized_are_alike, stacked_layer
 from engine.quantized_weight import block_scales, widened
-from engine.shared_product import layers_by_input, linears_are_alike
+from engine.shared_product import joined_linear, layers_by_input, linears_are_alike, put_product
 
 WIDE = 100_000
 """Number of columns from which the kernel for few rows beats cuBLAS with more than one row: output heads."""
@@ -204,43 +204,12 @@ class Slice(nn.Module):
 
 
 @torch.no_grad()
-def fuse_projections(layers: nn.Module) -> None:
-    """Replace linear layers inside of `layers` that read the same input by slices of one product.
-
-    Other modules than plain and quantised ones stay as they were."""
-    for parent, names, linears in layers_by_input(layers, nn.Linear, linears_are_alike):
-        if len(linears) > 1:
-            weight = nn.Parameter(_joined([each.weight for each in linears]), requires_grad=False)
-            biases: list[torch.Tensor] = [each.bias for each in linears if each.bias is not None]
-            bias = nn.Parameter(_joined(biases), requires_grad=False) if biases else None
-            _put_slices(parent, names, Product(weight, bias), [each.out_features for each in linears])
-    for parent, names, quantized in layers_by_input(layers, QuantizedLinear, quantized_are_alike):
-        if len(quantized) > 1:
-            product = QuantizedProduct(stacked_layer(quantized))
-            _put_slices(parent, names, product, [each.out_features for each in quantized])
-
-
-def use_products(root: nn.Module) -> None:
-    """Replace every plain or quantised linear layer below `root` by a product of the same parameters."""
-    for module in list(root.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                module._modules[name] = Product(child.weight, child.bias)
-            elif type(child) is QuantizedLinear:
-                module._modules[name] = QuantizedProduct(child)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return tensors one behind the other; no copy if they lie so (`device_weights.py`)."""
-    first, at = parts[0], parts[0].storage_offset()
-    for part in parts:
-        lies_there = part.untyped_storage() is first.untyped_storage() and part.storage_offset() == at
-        if not (lies_there and part.is_contiguous()):
-            return torch.cat(parts)
-        at += part.numel()
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
-
-
-def _put_slices(module: nn.Module, names: tuple[str, ...], product: nn.Module, sizes: list[int]) -> None:
-    for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
-        module._modules[name] = Slice(product, end - size, end)
+def use_products(model: nn.Module) -> None:
+    """Replace every plain or quantised linear layer by a product, those of one input by slices of one."""
+    product: nn.Module
+    for found in layers_by_input(model, nn.Linear, linears_are_alike):
+        product = Product(*joined_linear(found.layers))
+        put_product(found, product, partial(Slice, product))
+    for quantized in layers_by_input(model, QuantizedLinear, quantized_are_alike):
+        product = QuantizedProduct(stacked_layer(quantized.layers))
+        put_product(quantized, product, partial(Slice, product))

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.compiled import compile_around, compile_layers, compiled
 from engine.expert_load import ExpertCounts
-from engine.fused_projections import fuse_projections, use_products
+from engine.fused_projections import use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
 from engine.kernels.decode_parts import PartCounts, count_parts, decode_parts
@@ -69,7 +69,6 @@ class GpuModel:
         if self._cuts_last_layer:
             keep_kv = dropping_result(layers[-1].forward)
         if is_compiled:
-            fuse_projections(layers)
             use_products(model)
             compile_layers(layers)
             compile_around(model.base_model)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.load_progress import LoadProgress
-from engine.shared_product import layers_by_input, linears_are_alike, share_product
+from engine.shared_product import joined_linear, layers_by_input, linears_are_alike, share_product
 
 MIN_WEIGHTS = 1 << 18
 """Smaller layers lose more by the call, some 40 us, than they win."""
@@ -60,19 +60,13 @@ def pack_linears(model: nn.Module) -> None:
         return
     sizes = [4 * each.weight.numel() for each in model.modules() if type(each) is nn.Linear]
     progress = LoadProgress("weights are laid out", sum(sizes))
-    for parent, names, layers in layers_by_input(model, nn.Linear, _are_alike):
-        if len(layers) > 1:
-            share_product(parent, names, _stacked(layers), [layer.out_features for layer in layers])
-        elif layers[0].weight.numel() >= MIN_WEIGHTS:
-            setattr(parent, names[0], PackedLinear(layers[0].weight, layers[0].bias))
-        progress.add(sum(4 * layer.weight.numel() for layer in layers))
+    for found in layers_by_input(model, nn.Linear, _are_alike):
+        num_weights = sum(layer.weight.numel() for layer in found.layers)
+        if num_weights >= MIN_WEIGHTS:
+            joined = joined_linear(found.layers)
+            share_product(found, PackedLinear(*joined, is_plain_kept=len(found.layers) == 1))
+        progress.add(4 * num_weights)
 
 
 def _are_alike(layers: list[nn.Linear]) -> bool:
     return linears_are_alike(layers) and sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS
-
-
-def _stacked(layers: list[nn.Linear]) -> PackedLinear:
-    biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    return PackedLinear(torch.cat([layer.weight for layer in layers]), bias, is_plain_kept=False)

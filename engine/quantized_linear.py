@@ -162,13 +162,9 @@ def use_cpu_products(model: nn.Module) -> None:
     """Replace every `QuantizedLinear` of a finished model by what computes it on this processor, in place."""
     sizes = [each.quantized.num_bytes for each in model.modules() if type(each) is QuantizedLinear]
     progress = LoadProgress("levels are laid out", sum(sizes))
-    for parent, names, layers in layers_by_input(model, QuantizedLinear, quantized_are_alike):
-        if len(layers) > 1:
-            product = _cpu_product(stacked_layer(layers))
-            share_product(parent, names, product, [layer.out_features for layer in layers])
-        else:
-            setattr(parent, names[0], _cpu_product(layers[0]))
-        progress.add(sum(layer.quantized.num_bytes for layer in layers))
+    for found in layers_by_input(model, QuantizedLinear, quantized_are_alike):
+        share_product(found, _cpu_product(stacked_layer(found.layers)))
+        progress.add(sum(layer.quantized.num_bytes for layer in found.layers))
 
 
 def quantized_are_alike(layers: list[QuantizedLinear]) -> bool:
@@ -178,6 +174,8 @@ def quantized_are_alike(layers: list[QuantizedLinear]) -> bool:
 
 def stacked_layer(layers: list[QuantizedLinear]) -> QuantizedLinear:
     """Return layers of one input, alike in format and in having a bias, as one."""
+    if len(layers) == 1:
+        return layers[0]
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) == len(layers) else None
     return QuantizedLinear(stacked([layer.quantized for layer in layers]), bias)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -91,8 +92,38 @@ class SharedSlice(nn.Module):
         return self._shared.columns(hidden, self._columns)
 
 
-def share_product(parent: nn.Module, names: tuple[str, ...], product: nn.Module, sizes: list[int]) -> None:
-    """Put in the place of layers of one input what takes their columns, `sizes`, of `product`."""
-    shared = SharedProduct(product, len(names))
-    for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
-        setattr(parent, name, SharedSlice(shared, end - size, end))
+def share_product(found: LayersOfInput[L], product: nn.Module) -> None:
+    """Put `product` in the place of a lone layer, or what takes their columns of it in those of several."""
+    put_product(found, product, partial(SharedSlice, SharedProduct(product, len(found.names))))
+
+
+def put_product(
+    found: LayersOfInput[L], product: nn.Module, columns: Callable[[int, int], nn.Module]
+) -> None:
+    """Put `product` in the place of a lone layer, or its `columns` from here to there in those of several."""
+    if len(found.layers) == 1:
+        setattr(found.parent, found.names[0], product)
+        return
+    sizes: list[Any] = [layer.out_features for layer in found.layers]
+    for name, size, end in zip(found.names, sizes, itertools.accumulate(sizes), strict=True):
+        setattr(found.parent, name, columns(end - size, end))
+
+
+def joined_linear(layers: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weight and the bias of plain layers of one input as one layer would have them."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    weight = nn.Parameter(_joined([layer.weight for layer in layers]), requires_grad=False)
+    return weight, nn.Parameter(_joined(biases), requires_grad=False) if biases else None
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return tensors one behind the other; no copy if they lie so (`device_weights.py`)."""
+    first, at = parts[0], parts[0].storage_offset()
+    for part in parts:
+        lies_there = part.untyped_storage() is first.untyped_storage() and part.storage_offset() == at
+        if not (lies_there and part.is_contiguous()):
+            return torch.cat(parts)
+        at += part.numel()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

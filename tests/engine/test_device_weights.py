@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from engine.device_weights import move_to
-from engine.fused_projections import Product, Slice, fuse_projections
+from engine.fused_projections import Product, Slice, use_products
 
 
 class Projections(nn.Module):
@@ -36,7 +36,7 @@ def test_projections_of_one_input_are_moved_to_where_their_product_reads_them(
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(found, kept, strict=True))
     assert all(torch.equal(layer(hidden), value) for layer, value in zip(found, wanted, strict=True))
     first = found[0].weight.data_ptr()
-    fuse_projections(model)
+    use_products(model)
     fused = getattr(model[0], names[0])
     assert isinstance(fused, Slice)
     assert isinstance(fused.product, Product)
@@ -48,7 +48,7 @@ def test_projections_that_lie_apart_are_stacked() -> None:
     model = Projections(has_bias=True).requires_grad_(False)
     wanted = torch.cat([model.q_proj.weight, model.k_proj.weight, model.v_proj.weight])
     bias = torch.cat([model.q_proj.bias, model.k_proj.bias, model.v_proj.bias])
-    fuse_projections(model)
+    use_products(model)
     product = model.q_proj.product
     assert torch.equal(product.weight, wanted)
     assert torch.equal(product.bias, bias)
@@ -74,5 +74,5 @@ def test_columns_that_lie_in_a_row_are_not_taken_for_one_weight() -> None:
     layers = model.q_proj, model.k_proj, model.v_proj
     for layer, columns in zip(layers, wanted.split([6, 4, 4]), strict=True):
         layer.weight = nn.Parameter(columns)
-    fuse_projections(model)
+    use_products(model)
     assert torch.equal(model.k_proj.product.weight, wanted)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine import compiled as compiled_layers
 from engine import gpu_model
-from engine.fused_projections import Slice, fuse_projections
+from engine.fused_projections import Slice, use_products
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels import paged_decode
@@ -227,7 +227,7 @@ def test_fused_projections_change_no_logit(family: str) -> None:
     model = make_family(family)
     token_ids = list(range(30))
     before = expected_logits(model, token_ids)
-    fuse_projections(model)
+    use_products(model)
     slices = [module for module in model.modules() if isinstance(module, Slice)]
     assert len(slices) == 5 * model.config.num_hidden_layers
     torch.testing.assert_close(expected_logits(model, token_ids), before, rtol=1e-5, atol=1e-6)
@@ -244,7 +244,7 @@ def test_no_more_than_one_groups_weights_are_there_twice_while_projections_are_f
         return joined
 
     monkeypatch.setattr(torch, "cat", joining)
-    fuse_projections(model)
+    use_products(model)
     assert len(fused_before) == 5 * model.config.num_hidden_layers
     assert most_alive <= 3  # q, k and v; a cache that fills the device leaves no place for all of them
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.compiled import compile_layers
-from engine.fused_projections import QuantizedProduct, Slice, fuse_projections, use_products
+from engine.fused_projections import QuantizedProduct, Slice, use_products
 from engine.kernels.nibble_product import MAX_ROWS
 from engine.quantized_linear import quantize_linears
 from engine.quantized_weight import WeightFormat
@@ -24,7 +24,6 @@ def test_a_fused_model_says_what_its_weights_written_out_say(
     for module in model.modules():
         module.rounds_rows = False  # as the kernel for few rows
     fused = copy.deepcopy(model)
-    fuse_projections(fused)
     use_products(fused)
     token_ids = torch.arange(7, device=DEVICE)[None]
     with torch.no_grad():
@@ -40,7 +39,6 @@ def test_a_fused_model_says_what_its_weights_written_out_say(
 def test_a_compiled_layer_multiplies_once_for_each_input(weight_format: WeightFormat, monkeypatch) -> None:
     model = make_family("llama").to(DEVICE)
     quantize_linears(model, weight_format, model.get_output_embeddings())
-    fuse_projections(model)
     use_products(model)
     expected = copy.deepcopy(model)
     token_ids = torch.arange(7, device=DEVICE)[None]
