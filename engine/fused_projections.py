@@ -11,8 +11,6 @@ product would run three times: what has such names is in a decoder layer, and th
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 from torch.nn.functional import ScalingType, pad, scaled_mm
@@ -189,27 +187,10 @@ def block_product(rows: torch.Tensor, levels: torch.Tensor, blocks: torch.Tensor
     return output[: rows.shape[0]]
 
 
-class Slice(nn.Module):
-    """Columns `start` to `end` of a product that other slices share."""
-
-    def __init__(self, product: nn.Module, start: int, end: int) -> None:
-        super().__init__()
-        self.product = product
-        self.start = start
-        self.end = end
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        columns: torch.Tensor = self.product(hidden)[..., self.start : self.end]
-        return columns
-
-
 @torch.no_grad()
 def use_products(model: nn.Module) -> None:
     """Replace every plain or quantised linear layer by a product, those of one input by slices of one."""
-    product: nn.Module
     for found in layers_by_input(model, nn.Linear, linears_are_alike):
-        product = Product(*joined_linear(found.layers))
-        put_product(found, product, partial(Slice, product))
+        put_product(found, Product(*joined_linear(found.layers)))
     for quantized in layers_by_input(model, QuantizedLinear, quantized_are_alike):
-        product = QuantizedProduct(stacked_layer(quantized.layers))
-        put_product(quantized, product, partial(Slice, product))
+        put_product(quantized, QuantizedProduct(stacked_layer(quantized.layers)))

@@ -60,13 +60,9 @@ def pack_linears(model: nn.Module) -> None:
         return
     sizes = [4 * each.weight.numel() for each in model.modules() if type(each) is nn.Linear]
     progress = LoadProgress("weights are laid out", sum(sizes))
-    for found in layers_by_input(model, nn.Linear, _are_alike):
+    for found in layers_by_input(model, nn.Linear, linears_are_alike):
         num_weights = sum(layer.weight.numel() for layer in found.layers)
         if num_weights >= MIN_WEIGHTS:
             joined = joined_linear(found.layers)
             share_product(found, PackedLinear(*joined, is_plain_kept=len(found.layers) == 1))
         progress.add(4 * num_weights)
-
-
-def _are_alike(layers: list[nn.Linear]) -> bool:
-    return linears_are_alike(layers) and sum(layer.weight.numel() for layer in layers) >= MIN_WEIGHTS

@@ -24,7 +24,7 @@ from torch.nn.functional import linear, pad
 from base.errors import ConfigError
 from engine.load_progress import LoadProgress
 from engine.quantized_experts import quantize_experts, require_plain_experts
-from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
+from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized, stacked
 from engine.shared_product import SHARED_INPUTS, layers_by_input, share_product
 
 HEAD_FORMATS = {WeightFormat.INT8: WeightFormat.INT8, WeightFormat.INT4: WeightFormat.INT8}
@@ -169,7 +169,9 @@ def use_cpu_products(model: nn.Module) -> None:
 
 def quantized_are_alike(layers: list[QuantizedLinear]) -> bool:
     """Return whether `stacked_layer` takes these layers."""
-    return are_alike([layer.quantized for layer in layers])
+    weights = [layer.quantized for layer in layers]
+    kinds = {(each.format, each.in_features, each.group, each.levels.device) for each in weights}
+    return len(kinds) == len({each.zeros is None for each in weights}) == 1
 
 
 def stacked_layer(layers: list[QuantizedLinear]) -> QuantizedLinear:

@@ -176,15 +176,6 @@ def stacked(weights: list[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def are_alike(weights: list[QuantizedWeight]) -> bool:
-    """Return whether `stacked` takes these weights."""
-    kinds = {
-        (each.format, each.in_features, each.group, each.zeros is None, each.levels.device)
-        for each in weights
-    }
-    return len(kinds) == 1
-
-
 @torch.no_grad()
 def quantized(weight: torch.Tensor, weight_format: WeightFormat, group: int | None = None) -> QuantizedWeight:
     """Round a weight [out_features, in_features] to the nearest levels of `grid_of` it."""

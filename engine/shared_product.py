@@ -1,8 +1,9 @@
-"""Linear layers of one input on a CPU, computed as one product over their stacked weights.
+"""Linear layers of one input, computed as one product over their stacked weights.
 
 A call of a product costs some tens of microseconds beside its arithmetic, and narrow weights, as those of K
-and V, fill the processor badly. The model's own forward still calls each layer: the first call computes the
-product, and each takes its columns.
+and V, fill a processor badly. The model's own forward still calls each layer, which takes its columns of the
+product. On a CPU the first call computes it; on a GPU the compiler leaves one of the calls
+(`fused_projections.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -69,44 +69,45 @@ class SharedProduct(nn.Module):
         self._output: torch.Tensor | None = None
         self._num_left = 0
 
-    def columns(self, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Return some columns of the product of `hidden`, which nobody writes to until all are taken."""
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the product of `hidden`, which nobody writes to until all slices have had theirs."""
         if self._output is None or self._hidden is not hidden:
             self._hidden, self._output, self._num_left = hidden, self.product(hidden), self._num_slices
-        output = self._output[..., columns]
+        output = self._output
         self._num_left -= 1
         if not self._num_left:
             self._hidden = self._output = None
         return output
 
 
-class SharedSlice(nn.Module):
-    """One of the layers that a `SharedProduct` computes."""
+class Slice(nn.Module):
+    """Columns `start` to `end` of a product that other slices share."""
 
-    def __init__(self, shared: SharedProduct, start: int, end: int) -> None:
+    def __init__(self, product: nn.Module, start: int, end: int) -> None:
         super().__init__()
-        self._shared = shared
-        self._columns = slice(start, end)
+        self.product = product
+        self.start = start
+        self.end = end
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._shared.columns(hidden, self._columns)
+        columns: torch.Tensor = self.product(hidden)[..., self.start : self.end]
+        return columns
 
 
 def share_product(found: LayersOfInput[L], product: nn.Module) -> None:
-    """Put `product` in the place of a lone layer, or what takes their columns of it in those of several."""
-    put_product(found, product, partial(SharedSlice, SharedProduct(product, len(found.names))))
+    """Put `product` in the place of the layers that it computes, to be called once for all of them."""
+    num_slices = len(found.layers)
+    put_product(found, SharedProduct(product, num_slices) if num_slices > 1 else product)
 
 
-def put_product(
-    found: LayersOfInput[L], product: nn.Module, columns: Callable[[int, int], nn.Module]
-) -> None:
-    """Put `product` in the place of a lone layer, or its `columns` from here to there in those of several."""
+def put_product(found: LayersOfInput[L], product: nn.Module) -> None:
+    """Put `product` in the place of a lone layer, or slices of it in those of several."""
     if len(found.layers) == 1:
         setattr(found.parent, found.names[0], product)
         return
     sizes: list[Any] = [layer.out_features for layer in found.layers]
     for name, size, end in zip(found.names, sizes, itertools.accumulate(sizes), strict=True):
-        setattr(found.parent, name, columns(end - size, end))
+        setattr(found.parent, name, Slice(product, end - size, end))
 
 
 def joined_linear(layers: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

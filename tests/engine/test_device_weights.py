@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from engine.device_weights import move_to
-from engine.fused_projections import Product, Slice, use_products
+from engine.fused_projections import Product, use_products
+from engine.shared_product import Slice
 
 
 class Projections(nn.Module):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine import compiled as compiled_layers
 from engine import gpu_model
-from engine.fused_projections import Slice, use_products
+from engine.fused_projections import use_products
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels import paged_decode
@@ -22,6 +22,7 @@ from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.scaled_kv import scaled_layout
 from engine.sequence import Sequence
+from engine.shared_product import Slice
 from engine.step import StepEntry, StepPlan
 from engine.step_memory import StepShape, StepWriter, carve
 from tests.engine.builders import make_sequence

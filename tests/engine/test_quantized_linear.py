@@ -20,7 +20,7 @@ from engine.quantized_linear import (
     use_cpu_products,
 )
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
-from engine.shared_product import SharedSlice
+from engine.shared_product import Slice
 from engine.tensor_parallel import TensorGroup, cut_model
 from tests.engine.test_gpu_model import make_family
 
@@ -157,7 +157,7 @@ def test_a_model_keeps_its_form_and_says_nearly_the_same(weight_format: WeightFo
         output = model(token_ids).logits
     assert 0 < (output - expected).norm() < most * expected.norm()
     assert (output - written_out).norm() < most / 2 * expected.norm()
-    assert isinstance(model.model.layers[0].self_attn.q_proj, SharedSlice)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, Slice)
 
 
 def test_an_output_head_has_eight_bits_at_least() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine.compiled import compile_layers
-from engine.fused_projections import QuantizedProduct, Slice, use_products
+from engine.fused_projections import QuantizedProduct, use_products
 from engine.kernels.nibble_product import MAX_ROWS
 from engine.quantized_linear import quantize_linears
 from engine.quantized_weight import WeightFormat
+from engine.shared_product import Slice
 from tests.engine.kernels.paged import DEVICE
 from tests.engine.test_gpu_model import make_family
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from engine.quantized_linear import QuantizedLinear, quantized_are_alike
 from engine.quantized_weight import (
     SMALL,
     QuantizedWeight,
     WeightFormat,
-    are_alike,
     four_bit_group,
     packed,
     quantized,
@@ -64,9 +64,10 @@ def test_a_share_that_cuts_a_byte_is_refused() -> None:
 
 def test_layers_of_one_input_are_put_together() -> None:
     parts = [quantized(part, WeightFormat.INT4) for part in WEIGHT.split(16)]
-    assert are_alike(parts)
+    layers = [QuantizedLinear(part, None) for part in parts]
+    assert quantized_are_alike(layers)
     assert torch.equal(stacked(parts).dequantized(), quantized(WEIGHT, WeightFormat.INT4).dequantized())
-    assert not are_alike([parts[0], quantized(WEIGHT, WeightFormat.INT8)])
+    assert not quantized_are_alike([layers[0], QuantizedLinear(quantized(WEIGHT, WeightFormat.INT8), None)])
 
 
 def test_a_row_of_zeros_stays_one() -> None:
