@@ -46,7 +46,7 @@ from engine.runner import Runner, StepRunner
 from engine.scaled_kv import NOT_HEADS, scaled_layout
 from engine.scheduler import Scheduler
 from engine.self_check import checked_blocks, eager_logits, require_faithful, require_right_kernels
-from engine.stored_experts import WHOLE
+from engine.stored_weights import WHOLE
 from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model, heads_of, require_divisible
 from engine.token_masks import Grammars, no_vocabulary

@@ -27,7 +27,7 @@ from engine.quantized_linear import QuantizedLinear, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
 from engine.rounded_checkpoint import rounded_name, source_logits, write_rounded
 from engine.self_check import checked_tokens, relative_error, require_numbers
-from engine.stored_experts import WHOLE, Part
+from engine.stored_weights import WHOLE, Part
 from engine.weights import load_model, random_model, tokens_of
 
 log = logging.getLogger(__name__)

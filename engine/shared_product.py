@@ -110,6 +110,16 @@ def put_product(found: LayersOfInput[L], product: nn.Module) -> None:
         setattr(found.parent, name, Slice(product, end - size, end))
 
 
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """Return a layer of this weight and bias, which are not copied."""
+    linear = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
 def joined_linear(layers: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the weight and the bias of plain layers of one input as one layer would have them."""
     if len(layers) == 1:

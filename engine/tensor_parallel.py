@@ -28,6 +28,7 @@ from base.errors import ConfigError
 from engine.opaque import opaque
 from engine.quantized_experts import ExpertWeights, QuantizedExperts
 from engine.quantized_linear import QuantizedLinear
+from engine.shared_product import linear_of
 
 UNCUT = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 """Styles of the plan that leave a module whole; the all-reduce is of gradients."""
@@ -183,10 +184,8 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
     _require_whole_experts(model)
     for name, linear, style in to_cut:
         with _cutting(name):
-            if style == "colwise":
-                model.set_submodule(name, _columns(linear, group))
-            else:
-                model.set_submodule(name, RowParallel(_rows(linear, group), linear.bias, group))
+            cut = _cut(linear, style == "colwise", group)
+            model.set_submodule(name, cut if style == "colwise" else RowParallel(cut, linear.bias, group))
 
 
 @contextmanager
@@ -207,19 +206,14 @@ def _require_whole_experts(model: nn.Module) -> None:
             raise ConfigError(f"tensor parallel: transformers' plan for this family does not cut {name}")
 
 
-def _columns(linear: nn.Linear | QuantizedLinear, group: TensorGroup) -> nn.Module:
-    bias = None if linear.bias is None else _share(linear.bias, 0, group)
-    if isinstance(linear, QuantizedLinear):
-        share = _share_size(linear.out_features, group)
-        return QuantizedLinear(linear.quantized.outputs(group.rank * share, share), bias)
-    return _linear(_share(linear.weight, 0, group), bias)
-
-
-def _rows(linear: nn.Linear | QuantizedLinear, group: TensorGroup) -> nn.Module:
-    if isinstance(linear, QuantizedLinear):
-        share = _share_size(linear.in_features, group)
-        return QuantizedLinear(linear.quantized.inputs(group.rank * share, share), None)
-    return _linear(_share(linear.weight, 1, group), None)
+def _cut(linear: nn.Linear | QuantizedLinear, is_by_columns: bool, group: TensorGroup) -> nn.Module:
+    """Return this rank's share of a layer; of one that is cut by rows, the bias is added to the sum."""
+    bias = None if linear.bias is None or not is_by_columns else _share(linear.bias, 0, group)
+    if not isinstance(linear, QuantizedLinear):
+        return linear_of(_share(linear.weight, 0 if is_by_columns else 1, group), bias)
+    share = _share_size(linear.out_features if is_by_columns else linear.in_features, group)
+    kept = linear.quantized.outputs if is_by_columns else linear.quantized.inputs
+    return QuantizedLinear(kept(group.rank * share, share), bias)
 
 
 def _share(tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
@@ -232,12 +226,3 @@ def _share_size(size: int, group: TensorGroup) -> int:
     if size % group.size:
         raise ValueError(f"{size} experts, rows or columns do not divide among {group.size} ranks")
     return size // group.size
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    linear = nn.Linear(1, 1, bias=bias is not None, device="meta")
-    linear.out_features, linear.in_features = weight.shape
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear

@@ -37,8 +37,14 @@ from engine.layer_patterns import require_quick
 from engine.model_config import first_line, loading, model_config
 from engine.model_store import SAME_FAMILY, config_table
 from engine.published_weights import published_format
-from engine.stored_experts import WHOLE, Part
-from engine.stored_linears import require_depth, require_floats, stored_config, tensor_headers
+from engine.stored_weights import (
+    WHOLE,
+    Part,
+    require_depth,
+    require_floats,
+    stored_config,
+    tensor_headers,
+)
 
 MISMATCH = re.compile(
     r"^(\S.*?) *\| MISMATCH .*torch\.Size\((\[.*?\])\).*torch\.Size\((\[.*?\])\)", re.MULTILINE
@@ -103,7 +109,7 @@ def _reported_mismatch() -> Iterator[None]:
 
 
 def _config(path: Path, part: Part) -> PreTrainedConfig:
-    """Return a folder's configuration; of few bits, so that `engine/stored_linears.py` reads it."""
+    """Return a folder's configuration; of few bits, so that `engine/stored_weights.py` reads it."""
     config = model_config(path)
     headers = list(tensor_headers(path))  # refuses files that are not the folder's own
     require_depth(path, headers, getattr(config.get_text_config(), "num_hidden_layers", None))

@@ -80,8 +80,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "safetensors": (
         "engine/weights.py",
         "engine/model_config.py",
-        "engine/stored_linears.py",
-        "engine/stored_experts.py",
+        "engine/stored_weights.py",
     ),
     "starlette": ("conductor/api/",),
     "tokenizers": ("conductor/api/tokenizer.py",),
@@ -91,7 +90,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/model_config.py",
         "engine/quantization.py",
         "engine/published_weights.py",
-        "engine/stored_linears.py",
+        "engine/stored_weights.py",
         "engine/model.py",
         "engine/gpu_model.py",
         "engine/gpu_attention.py",
