@@ -22,8 +22,13 @@ from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import levels_product, written_out
 from engine.kernels.round_rows import ALIGNED, round_groups, round_rows
 from engine.kernels.shared_sums import NARROW, part_counters
-from engine.kernels.streamed_product import has_room_for_loads, is_rounded_faster, rounded_product
-from engine.kernels.thin_product import MAX_ROWS, thin_product
+from engine.kernels.streamed_product import (
+    MAX_THIN_ROWS,
+    has_room_for_loads,
+    is_rounded_faster,
+    rounded_product,
+    thin_product,
+)
 from engine.nibbles import Nibbles, fits_nibbles, in_nibbles
 from engine.opaque import opaque
 from engine.quantized_linear import QuantizedLinear, quantized_are_alike, stacked_layer
@@ -66,7 +71,7 @@ def _like_rows(rows: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Te
 def product(rows: torch.Tensor, weight: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Return rows @ weight.T. Opaque to the compiler, for which the number of rows has no value."""
     num_rows = rows.shape[0]
-    if num_rows == 1 or (num_rows <= MAX_ROWS and _is_streamed(weight)):
+    if num_rows == 1 or (num_rows <= MAX_THIN_ROWS and _is_streamed(weight)):
         return thin_product(rows, weight, counters)
     return torch.mm(rows, weight.t())
 

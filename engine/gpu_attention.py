@@ -23,8 +23,7 @@ from engine.attention import AttentionRule
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_latents import decode_latents, prefill_latents
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.write_kv import write_kv
-from engine.kernels.write_rows import write_rows
+from engine.kernels.write_kv import write_kv, write_rows
 from engine.latent_attention import LatentHeads, absorbed_query, heads_of, require_plain, values_of
 from engine.long_chunks import (
     MAX_LONG_CHUNKS,

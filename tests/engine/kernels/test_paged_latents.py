@@ -6,7 +6,7 @@ import torch
 from engine.attention import AttentionRule
 from engine.kernels.decode_parts import PartCounts, decode_parts
 from engine.kernels.paged_latents import LatentTiles, decode_latents, prefill_latents
-from engine.kernels.write_rows import write_rows
+from engine.kernels.write_kv import write_rows
 from engine.latent_attention import LatentHeads, latent_prefill, latents_reader, values_of
 from tests.engine.kernels.paged import DEVICE, relative_error
 

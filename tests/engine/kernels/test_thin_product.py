@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.shared_sums import part_counters
-from engine.kernels.thin_product import MAX_ROWS, thin_product
+from engine.kernels.streamed_product import MAX_THIN_ROWS, thin_product
 from tests.engine.definitions import thin_product_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
 
@@ -20,7 +20,7 @@ COUNTERS = part_counters(torch.device(DEVICE))
         (1, 1031, 1100),
         (2, 64, 128),
         (9, 100, 200),
-        (MAX_ROWS, 130, 300),
+        (MAX_THIN_ROWS, 130, 300),
         (5, 8200, 32),
         (3, 70, 1000),
         (0, 8, 8),
@@ -40,7 +40,7 @@ def test_kernel_and_definition_agree(
 @pytest.mark.parametrize(
     ("rows", "weight", "message"),
     [
-        (torch.zeros(MAX_ROWS + 1, 8), torch.zeros(8, 8), "do not fit"),
+        (torch.zeros(MAX_THIN_ROWS + 1, 8), torch.zeros(8, 8), "do not fit"),
         (torch.zeros(1, 8), torch.zeros(8, 9), "do not fit"),
         (torch.zeros(1, 8), torch.zeros(8, 8).half(), "weight"),
         (torch.zeros(8, 2).t(), torch.zeros(8, 8), "contiguous"),
