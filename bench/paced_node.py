@@ -12,7 +12,7 @@ import time
 from unittest.mock import patch
 
 import node.process
-from engine.runner import Runner
+from engine.cpu_runner import Runner
 from engine.step import StepPlan, StepResult
 
 TIMES = 4.0

@@ -28,6 +28,7 @@ from base.kv_layout import KvLayout, KvPart, whole_layout
 from base.logs import event
 from base.tables import from_table
 from engine.block_pool import BlockPool
+from engine.cpu_runner import Runner
 from engine.device_weights import move_to
 from engine.expert_load import ExpertBalance, ExpertCounts, expert_counts
 from engine.loop import EngineLoop
@@ -36,16 +37,15 @@ from engine.model_config import model_config
 from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
 from engine.pipeline import Stage, split_layers
-from engine.pipeline_runner import PipelineRunner
 from engine.quantization import load_weights
 from engine.quantized_linear import use_cpu_products
 from engine.quantized_weight import FLOATS, Quantization
 from engine.rank_group import GroupShape, RankGroup
 from engine.ranks import Ranks, start_ranks
-from engine.runner import Runner, StepRunner
+from engine.runner import StepRunner
 from engine.scaled_kv import NOT_HEADS, scaled_layout
 from engine.scheduler import Scheduler
-from engine.self_check import checked_blocks, eager_logits, require_faithful, require_right_kernels
+from engine.self_check import LogitsOf, checked_blocks, eager_logits, require_faithful, require_right_kernels
 from engine.stored_weights import WHOLE
 from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model, heads_of, require_divisible
@@ -236,15 +236,15 @@ def assemble_engine(
     pool = BlockPool(cache.num_blocks)
     host_blocks = _host_blocks(config, cache) if group is None else None
     counts = expert_counts(model.module)
-    if stage is not None:
-        sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
-        runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks, counts)
+    if model.device.type == "cpu":
+        if counts is not None:
+            counts.count_all()
+        runner: StepRunner = Runner(model, cache, clock, ranks, host_blocks, stage, split)
+    elif stage is not None:
+        runner = _gpu_stage_runner(config, model, cache, max_model_len, stage, split, ranks, counts)
     else:
-        tensor = group.tensor if group is not None else None
-        runner = _runner(config, model, cache, max_model_len, tensor, ranks, host_blocks, counts)
-        _check_kernels(runner, model, cache, expected, config.max_batch, max_model_len)
-    if counts is not None:  # graphs are captured by steps that run
-        counts.reset()
+        gpu = runner = _gpu_runner(config, model, cache, max_model_len, group, ranks, host_blocks, counts)
+        _check_kernels(gpu.logits_of, model, cache, expected, config.max_batch, max_model_len)
     scheduler = Scheduler(
         pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size,
         chunk_attention=max(config.chunk_attention, 0.0),
@@ -296,51 +296,45 @@ def _parts(split: tuple[int, ...], num_heads: int, tensor: int) -> tuple[KvPart,
     )
 
 
-def _stage_runner(
-    model: PagedModel,
-    cache: PagedCache,
-    stage: Stage,
-    sizes: tuple[int, int, int],
-    split: tuple[int, ...],
-    clock: Clock,
-    ranks: Ranks | None,
-    counts: ExpertCounts | None,
-) -> StepRunner:
-    if model.device.type == "cpu":
-        if counts is not None:
-            counts.count_all()
-        return PipelineRunner(model, cache, stage, split, clock, ranks)
-    from engine.gpu_model import GpuModel  # noqa: PLC0415
-    from engine.gpu_pipeline_runner import GpuPipelineRunner  # noqa: PLC0415
-
-    gpu_model = GpuModel(model.module, cache, stage=stage, counts=counts)
-    return GpuPipelineRunner(gpu_model, stage, cache.layout.block_size, sizes, split, ranks)
-
-
-def _runner(
+def _gpu_runner(
     config: EngineConfig,
     model: PagedModel,
     cache: PagedCache,
     max_model_len: int,
-    group: TensorGroup | None,
+    group: RankGroup | None,
     ranks: Ranks | None,
     host_blocks: HostBlocks | None,
     counts: ExpertCounts | None,
-) -> StepRunner:
-    send_step = ranks.send_step if ranks is not None else None
-    if model.device.type == "cpu":
-        if counts is not None:
-            counts.count_all()
-        return Runner(model, cache, send_step, host_blocks)
+) -> Any:
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 
     gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups, counts=counts)
-    return GpuRunner(gpu_model, config, max_model_len, group, send_step, host_blocks)
+    tensor = group.tensor if group is not None else None
+    send_step = ranks.send_step if ranks is not None else None
+    return GpuRunner(gpu_model, config, max_model_len, tensor, send_step, host_blocks)
+
+
+def _gpu_stage_runner(
+    config: EngineConfig,
+    model: PagedModel,
+    cache: PagedCache,
+    max_model_len: int,
+    stage: Stage,
+    split: tuple[int, ...],
+    ranks: Ranks | None,
+    counts: ExpertCounts | None,
+) -> StepRunner:
+    from engine.gpu_model import GpuModel  # noqa: PLC0415
+    from engine.gpu_runner import GpuPipelineRunner  # noqa: PLC0415
+
+    gpu_model = GpuModel(model.module, cache, stage=stage, counts=counts)
+    sizes = config.chunk_tokens, config.max_batch, cache.layout.num_blocks(max_model_len)
+    return GpuPipelineRunner(gpu_model, stage, config.block_size, sizes, split, ranks)
 
 
 def _check_kernels(
-    runner: StepRunner,
+    logits_of: LogitsOf,
     model: PagedModel,
     cache: PagedCache,
     expected: torch.Tensor,
@@ -350,12 +344,8 @@ def _check_kernels(
     """Raise ConfigError if a GPU's steps say something else than the model's family does.
 
     Where a sequence or the cache has no place for the checked tokens, nothing is checked."""
-    if model.device.type == "cpu" or max_model_len < len(expected):
-        return
-    from engine.gpu_runner import GpuRunner  # noqa: PLC0415
-
-    if isinstance(runner, GpuRunner) and cache.num_blocks >= checked_blocks(cache.layout):
-        error = require_right_kernels(model, cache.layout, expected, runner.logits_of, max_batch)
+    if max_model_len >= len(expected) and cache.num_blocks >= checked_blocks(cache.layout):
+        error = require_right_kernels(model, cache.layout, expected, logits_of, max_batch)
         event(log, "kernels", logits_off_by=round(error, 4))
 
 

@@ -134,6 +134,8 @@ class ExpertBalance:
     """Reads the load of the last minutes. Belongs to the event loop."""
 
     def __init__(self, counts: ExpertCounts, clock: Clock) -> None:
+        """Begin, with nothing counted: graphs are captured by steps that run."""
+        counts.reset()
         self._counts = counts
         self._clock = clock
         self._read_at_s: float | None = None

@@ -12,10 +12,10 @@ from base.block_hash import chain_root
 from base.clock import SystemClock
 from base.request import RequestId, SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
+from engine.cpu_runner import Runner
 from engine.loop import EngineLoop
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
-from engine.runner import Runner
 from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
@@ -47,7 +47,7 @@ def make_loop(
     cache = PagedCache(layout, num_blocks, model.device)
     pool = BlockPool(num_blocks)
     scheduler = Scheduler(pool, block_size, chunk_tokens, max_batch, model.max_model_len)
-    return EngineLoop(Runner(model, cache), scheduler, pool, SystemClock())
+    return EngineLoop(Runner(model, cache, SystemClock()), scheduler, pool, SystemClock())
 
 
 def make_model(model: PreTrainedModel) -> PagedModel:

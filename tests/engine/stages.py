@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from base.clock import SystemClock
 from engine.arrivals import ArrivingBlocks
 from engine.block_pool import BlockPool
+from engine.cpu_runner import Runner
 from engine.gpu_model import GpuModel
-from engine.gpu_pipeline_runner import GpuPipelineRunner
+from engine.gpu_runner import GpuPipelineRunner
 from engine.loop import EngineLoop
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage
-from engine.pipeline_runner import PipelineRunner
 from engine.rank_group import GroupShape
 from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
@@ -126,7 +126,7 @@ class Stages:
                     GpuPipelineRunner(gpu_model, stage, 16, (chunk_tokens, 6, 32), split, ranks, has_run)
                 )
             else:
-                runners.append(PipelineRunner(paged, cache, stage, split, SystemClock(), ranks))
+                runners.append(Runner(paged, cache, SystemClock(), ranks, None, stage, split))
         self.runner = runners[-1]
         self.pool = BlockPool(num_blocks)
         scheduler = Scheduler(self.pool, 16, chunk_tokens, 6, made[-1].max_model_len)
