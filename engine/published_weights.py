@@ -235,7 +235,7 @@ class Gptq:
 
 
 class Rounded:
-    """Reads what `engine/rounded_checkpoint.py` writes: levels and scales as a `QuantizedWeight` has them."""
+    """Reads what `engine/quantization.py` writes: levels and scales as a `QuantizedWeight` has them."""
 
     name = "conductor"
     patterns: Sequence[str] = ()

@@ -100,7 +100,6 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/real_rotary.py",
         "engine/calibration.py",
         "engine/device_weights.py",
-        "engine/rounded_checkpoint.py",
         "bench/",
     ),
     "triton": ("engine/kernels/", "transfer/gpu/kernels/"),

@@ -14,10 +14,9 @@ from base.errors import ConfigError
 from engine import quantization
 from engine.device_weights import _Visit, move_to, visiting
 from engine.model import PagedModel
-from engine.quantization import load_weights
+from engine.quantization import LOGITS, load_weights
 from engine.quantized_linear import QuantizedLinear, quantize_linears
 from engine.quantized_weight import WeightFormat
-from engine.rounded_checkpoint import LOGITS
 from tests.engine.test_gpu_model import make_family
 
 TOKENS = torch.tensor([[(index * index * 7 + 3) % 61 for index in range(50)]])
