@@ -240,9 +240,6 @@ class Rounded:
     name = "conductor"
     patterns: Sequence[str] = ()
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        pass
-
     def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         levels, scales, zeros = tensors["levels"], tensors["scales"], tensors.get("zeros")
         kind = LEVELS.get(levels.dtype)
@@ -336,6 +333,6 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], PublishedFormat]] = {
     "fp8": FineGrainedFp8,
     "awq": AutoAwq,
     "gptq": Gptq,
-    "conductor": Rounded,
+    "conductor": lambda _: Rounded(),
 }
 """Reader of each `quant_method`."""

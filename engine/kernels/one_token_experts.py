@@ -40,13 +40,7 @@ def one_token_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of what a token's experts make of it, [1, hidden], silu-gated.
 
-    Args:
-        row: [1, hidden]
-        gate_up: [num_experts, 2 * inner, hidden], contiguous; of any float dtype, or levels of `scales`, of
-            which two of four bits lie in a byte.
-        down: [num_experts, hidden, inner], contiguous; as `gate_up`.
-        experts: [1, num_chosen] int64; `num_experts` and above: another rank's, which adds nothing.
-        weights: [1, num_chosen]
+    Arguments are as for `grouped_experts`, of one token; floats may be of any dtype.
 
     Raises ValueError for a shape or stride that the kernels do not take."""
     (num_tokens, hidden), num_experts, inner = row.shape, len(down), inputs_of(down)
