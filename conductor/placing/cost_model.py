@@ -183,23 +183,45 @@ class CostModel:
 
 
 class LearnedTerm:
-    """Fading means, for one node and term, of the logarithms of measured/predicted and of the predicted."""
+    """Fading means, for one node and term, of the logarithms of measured/predicted and of the predicted.
 
-    __slots__ = ("covariance", "log_ratio", "number", "ratio", "trend", "usual_s", "variance")
+    What was measured may be doubted: then work of usual length or less goes by the doubt, and longer work by
+    what was measured, until the next measurement says which of them is nearer.
+    """
 
-    def __init__(self, ratio: float, usual_s: float, trend: float = 0.0) -> None:
+    __slots__ = (
+        "covariance",
+        "log_ratio",
+        "measured_log",
+        "measured_ratio",
+        "number",
+        "ratio",
+        "trend",
+        "usual_s",
+        "variance",
+    )
+
+    def __init__(
+        self, ratio: float, usual_s: float, trend: float = 0.0, measured_ratio: float | None = None
+    ) -> None:
+        """Begin with a ratio that is not doubted, unless another was measured."""
         self.ratio = ratio
         self.log_ratio = math.log(ratio)
+        self.measured_ratio = measured_ratio or ratio
+        self.measured_log = math.log(self.measured_ratio)
         self.usual_s = usual_s
         self.trend = trend
         self.variance = self.covariance = 0.0
         self.number = 0
 
     def observe(self, log_ratio: float, predicted_s: float) -> None:
+        if abs(log_ratio - self.measured_log) <= abs(log_ratio - self.log_ratio):
+            self.log_ratio = self.measured_log
         off_ratio, off_size = log_ratio - self.log_ratio, math.log(predicted_s / self.usual_s)
         self.number += 1
         self.log_ratio += max(CORRECTION_GAIN, 1 / self.number) * off_ratio
-        self.ratio = math.exp(self.log_ratio)
+        self.measured_log = self.log_ratio
+        self.ratio = self.measured_ratio = math.exp(self.log_ratio)
         self.usual_s *= math.exp(CORRECTION_GAIN * off_size)
         fade = 1 - CORRECTION_GAIN
         self.variance = fade * (self.variance + CORRECTION_GAIN * off_size * off_size)
@@ -207,25 +229,26 @@ class LearnedTerm:
         self.trend = _within(self.covariance / (self.variance + TREND_VARIANCE), TREND_LIMIT)
 
     def corrected_s(self, predicted_s: float) -> float:
-        trend = self.trend
+        trend, ratio = self.trend, self.ratio if predicted_s <= self.usual_s else self.measured_ratio
         if not trend or predicted_s <= 0:
-            return predicted_s * self.ratio
+            return predicted_s * ratio
         off_size = log(predicted_s / self.usual_s)
         if off_size > TREND_REACH:
             off_size = TREND_REACH
         elif off_size < -TREND_REACH:
             off_size = -TREND_REACH
-        return predicted_s * self.ratio * exp(trend * off_size)
+        return predicted_s * ratio * exp(trend * off_size)
 
     def approach(self, log_ratio: float) -> None:
-        """Believe half of what is off from `log_ratio`; what is measured next counts for the other half."""
+        """Doubt half of what is off from `log_ratio`; the next measurement counts for half."""
         self.number = 1
         self.log_ratio = (self.log_ratio + log_ratio) / 2
         self.ratio = math.exp(self.log_ratio)
 
     def relax(self, factor: float) -> None:
         self.log_ratio *= factor
-        self.ratio = math.exp(self.log_ratio)
+        self.measured_log *= factor
+        self.ratio, self.measured_ratio = math.exp(self.log_ratio), math.exp(self.measured_log)
         self.covariance *= factor
         self.trend *= factor
 
@@ -301,10 +324,16 @@ class Corrections:
         node.added_s, node.has_added = seconds, True
 
     def restore(
-        self, node_id: str, term: str, ratio: float, trend: float = 0.0, usual_s: float = 1.0
+        self,
+        node_id: str,
+        term: str,
+        ratio: float,
+        trend: float = 0.0,
+        usual_s: float = 1.0,
+        measured_ratio: float | None = None,
     ) -> None:
         """Make this exactly what is known of a node: for decisions made again."""
-        self._know(node_id, term, LearnedTerm(ratio, usual_s, trend))
+        self._know(node_id, term, LearnedTerm(ratio, usual_s, trend, measured_ratio))
         self._note_changed(node_id, term)
 
     def relax(self, factor: float) -> None:

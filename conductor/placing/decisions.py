@@ -77,6 +77,8 @@ class NodeSeen(NamedTuple):
     """Seconds that its link takes for all that is to be handed over to it."""
     max_batch: int = 0
     """Sequences of one step, at most; 0: not said."""
+    prefill_measured_ratio: float | None = None
+    """The ratio of prompts that are longer than usual: of what was measured, before it was doubted."""
 
 
 class ViewSeen(NamedTuple):
@@ -178,6 +180,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.projection.restore(seen.decode_s)
     for node in seen.nodes:
         _restore(view, node, made)
+    view.prefill_order.settle(made.decided_at_s)  # who was idle is, however late the prompts are that it has
     view.mean_output_tokens = seen.mean_output_tokens
     view.num_in_flight = seen.num_in_flight
     view.running_sequences = seen.running_sequences
@@ -252,6 +255,7 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         node.evict_share,
         node.receiving_s,
         node.info.max_batch,
+        learned.prefill.measured_ratio,
     )
 
 
@@ -270,7 +274,7 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     state.decode_context_tokens = node.decode_context_tokens
     state.running_sequences = node.running_sequences
     state.running_context_tokens = node.running_context_tokens
-    trend = node.prefill_trend, node.prefill_usual_s
+    trend = node.prefill_trend, node.prefill_usual_s, node.prefill_measured_ratio
     view.corrections.restore(node.node_id, "prefill", node.prefill_ratio, *trend)
     view.corrections.restore(node.node_id, "handoff", node.handoff_ratio)
     view.corrections.restore(node.node_id, "decode", node.decode_ratio)

@@ -198,13 +198,31 @@ def test_added_seconds_are_learned_and_one_stall_is_not_believed() -> None:
     assert corrections.of("n").added_s == 0.0
 
 
-def test_what_was_doubted_is_believed_again_after_a_few_measurements() -> None:
+def _doubted() -> Corrections:
     corrections = Corrections()
     for _ in range(50):
         corrections.observe("slow", "prefill", 1.0, 3.0)
         corrections.observe("other", "prefill", 1.0, 1.0)
     corrections.doubt("slow", "other", "prefill")
-    assert corrections.ratio("slow", "prefill") == pytest.approx(3.0**0.5)
-    for _ in range(3):
-        corrections.observe("slow", "prefill", 1.0, 3.0)
-    assert corrections.ratio("slow", "prefill") == pytest.approx(3.0**0.875)
+    return corrections
+
+
+def test_only_a_prompt_of_usual_length_tries_a_node_whose_slowness_is_doubted() -> None:
+    slow = _doubted().of("slow").prefill
+    assert slow.corrected_s(1.0) == pytest.approx(3.0**0.5)
+    assert slow.corrected_s(1.01) == pytest.approx(3.03)
+
+
+def test_what_was_doubted_is_believed_again_after_one_measurement_that_agrees() -> None:
+    corrections = _doubted()
+    corrections.doubt("slow", "other", "prefill")
+    assert corrections.ratio("slow", "prefill") == pytest.approx(3.0**0.25)
+    corrections.observe("slow", "prefill", 1.0, 3.0)
+    assert corrections.ratio("slow", "prefill") == pytest.approx(3.0)
+
+
+def test_one_measurement_that_agrees_with_the_doubt_counts_for_half() -> None:
+    corrections = _doubted()
+    corrections.observe("slow", "prefill", 1.0, 1.0)
+    assert corrections.ratio("slow", "prefill") == pytest.approx(3.0**0.25)
+    assert corrections.of("slow").prefill.corrected_s(2.0) == pytest.approx(2.0 * 3.0**0.25)

@@ -352,3 +352,18 @@ def test_a_decision_without_any_node_is_made_again_too():
     request = make_request()
     made = decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0)
     assert decide_again(made, COST, SchedulerSettings()) == made.result
+
+
+def test_a_prompt_that_is_longer_than_usual_goes_by_what_was_measured_when_decided_again() -> None:
+    view, settings = make_view(2, 1), SchedulerSettings(reject=RejectPolicy.NONE)
+    request = make_request("long", 20)
+    seconds = COST.prefill_s(request.num_tokens, 0)
+    for _ in range(10):
+        view.corrections.observe("p0", "prefill", seconds / 2, 1.5 * seconds)
+        view.corrections.observe("p1", "prefill", seconds / 2, 0.5 * seconds)
+    view.corrections.doubt("p0", "p1", "prefill")
+    view.prefill_order.set(view.node(NodeId("p1")).slot, 1.2 * seconds)
+    result = place(request, view, COST, 0.0, settings)
+    assert isinstance(result, Placement)
+    assert result.prefill_node == "p1", "p0 would be chosen for a shorter one"
+    assert decide_again(decision(request, view, result, 0.0, 0.0), COST, settings) == result
