@@ -348,6 +348,8 @@ class ClusterView:
         """Bring what changes by itself up to a moment, before anything is chosen."""
         for slot in self.prefill_order.settle(now_s):
             node = self.members[slot]
+            if not node.num_queued:
+                continue
             if overdue_s := node.note_overdue(self.prefill_order.values[slot], now_s):
                 self.prefill_order.set(slot, now_s + overdue_s + node.foreign_queue_s)
         if not self.projection.is_timed:

@@ -89,12 +89,10 @@ class NodeState:
         return self.queued_s * (self.num_queued - 1) / self.num_queued if self.num_queued else 0.0
 
     def note_overdue(self, due_s: float, now_s: float) -> float:
-        """Return the seconds that prompts will take yet which were predicted to be done at `due_s`.
+        """Return the seconds that its prompts, at least one, will take yet, which were to be done at `due_s`.
 
         Of the first nobody knows: as long again as it is late by now.
         """
-        if not self.num_queued:
-            return 0.0
         self.late_from_s = min(self.late_from_s, due_s)
         first_s = max(now_s - self.late_from_s, OVERDUE * self.queued_s / self.num_queued)
         seconds = self.behind_s + first_s
