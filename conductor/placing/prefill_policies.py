@@ -125,7 +125,7 @@ def fewest_seconds(
     """
     best: PrefillChoice | None = None
     rest = preferred(view.prefill_mask, request, view) if request.avoid else view.prefill_mask
-    least = view.prefill_order.least
+    least, ends_s = view.prefill_order.least, view.prefill_order.values
     classes = view.paces.masks()
     for depth, mask in (*groups, (0, rest)):
         members = mask & rest
@@ -133,10 +133,13 @@ def fewest_seconds(
             continue
         rest ^= members
         for pace in classes:
-            if (alike := members & pace) and (slot := least(alike)) is not None:
-                choice = compared(request, slot, depth, groups, view, cost, settings, now_s)
-                if best is None or choice.cost_s < best.cost_s:
-                    best = choice
+            if not (alike := members & pace) or (slot := least(alike)) is None:
+                continue
+            if best is not None and ends_s[slot] - now_s >= best.cost_s:
+                continue  # its queue alone takes as long
+            choice = compared(request, slot, depth, groups, view, cost, settings, now_s)
+            if best is None or choice.cost_s < best.cost_s:
+                best = choice
         if len(classes) == 1 and best is not None and best.ready_s <= best.prefill_s:
             break  # idle already: a shallower group of the same pace can only compute or fetch more
     assert best is not None, "prefill_mask is not empty, so some node is in some group"
