@@ -31,7 +31,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import PlacementRequest
-from conductor.placing.prefill_policies import PrefillChoice, PrefillPolicy, candidate
+from conductor.placing.prefill_policies import PrefillChoice, PrefillPolicy
 from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
@@ -181,7 +181,7 @@ def peer_policy(name: str) -> PrefillPolicy:
         depths = {slot: depth for depth, mask in groups for slot in bits_of(mask)}
         nodes = []
         for slot in bits_of(view.prefill_mask):
-            choice = candidate(request, slot, depths.get(slot, 0), view, cost, now_s)
+            choice = PrefillChoice(request, slot, depths.get(slot, 0), view, cost, now_s)
             state = view.members[slot]
             nodes.append(Node(state, choice.local_blocks, choice, cost))
         return rule(request, nodes, view).choice

@@ -1,8 +1,8 @@
 """Prefill policies: which node computes a prompt. `scheduler.place` asks the one that its settings name.
 
 A new policy is a function here and its line in `POLICIES`. It chooses among the prefill nodes of a view;
-choosing the decode node, admission, recording and explaining are the same for all. `candidate` says what a
-node would take by the cost model, and `compared` also with a fetch, and what others lose by it.
+choosing the decode node, admission, recording and explaining are the same for all. `PrefillChoice` says what
+a node would take by the cost model, and `compared` also with a fetch, and what others lose by it.
 """
 
 from __future__ import annotations
@@ -55,23 +55,29 @@ class PrefillChoice:
 
     def __init__(
         self,
-        node: NodeState,
-        local_blocks: int,
-        matched_tokens: int,
-        queue_s: float,
-        prefill_s: float,
-        prompt_share: float,
+        request: PlacementRequest,
+        slot: int,
+        depth: int,
+        view: ClusterView,
+        cost: CostModel,
+        now_s: float,
     ) -> None:
-        """Begin with a node that computes all after its own blocks."""
-        self.node = node
-        self.local_blocks = self.matched_blocks = local_blocks
-        self.matched_tokens = matched_tokens
+        """Begin with what it takes for the node in `slot` to compute all after its own `depth` blocks."""
+        self.node = node = view.members[slot]
+        self.local_blocks = self.matched_blocks = depth
+        self.matched_tokens = prefix = matched_tokens(request, depth, view)
         self.source: NodeState | None = None
         """The node that has the matched blocks after its own; None: nothing is fetched."""
-        self.queue_s = queue_s
+        queue_s = view.prefill_order.values[slot] - now_s
+        self.queue_s = queue_s = queue_s if queue_s > 0.0 else 0.0
         self.fetch_s = 0.0
+        prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - prefix, prefix))
+        share = 1.0
+        if view.lent_mask >> slot & 1:
+            share = max(LEAST_SHARE, share_when_begun(node, cost))
+            prefill_s /= share
         self.prefill_s = prefill_s
-        self.prompt_share = prompt_share
+        self.prompt_share = share
         """The prompt's share of the node's time, beside sequences that were lent to it. In `prefill_s`."""
         self.ready_s = queue_s + prefill_s
         """Seconds until its last layer is computed: the longer of queue and fetch, and prefill."""
@@ -166,7 +172,7 @@ def compared(
     those behind too was weighed, and lost: it sends prompts to their holders past the point where queues are
     even (`python -m bench.regimes`).
     """
-    choice = candidate(request, slot, depth, view, cost, now_s)
+    choice = PrefillChoice(request, slot, depth, view, cost, now_s)
     queue_s, ready_s = choice.queue_s, choice.ready_s
     # until its KV is sent, and what the copies that it makes take from others
     sent_s, others_s = queue_s, 0.0
@@ -237,7 +243,7 @@ def least_loaded(
     """Return the node whose queue ends first, whatever it holds."""
     slot = view.prefill_order.least(view.prefill_mask)
     assert slot is not None, "prefill_mask is not empty"
-    return candidate(request, slot, depth_at(slot, groups), view, cost, now_s)
+    return PrefillChoice(request, slot, depth_at(slot, groups), view, cost, now_s)
 
 
 POLICIES: dict[str, PrefillPolicy] = {"global": least_cost, "load": least_loaded}
@@ -253,28 +259,6 @@ def deepest_holders(request: PlacementRequest, groups: list[Group], view: Cluste
     """Return the deepest of `groups` to fetch from, without nodes that failed the request."""
     avoided = view.mask_of(request.avoid)
     return next(((depth, mask & ~avoided) for depth, mask in groups if mask & ~avoided), NOBODY)
-
-
-def candidate(
-    request: PlacementRequest,
-    slot: int,
-    depth: int,
-    view: ClusterView,
-    cost: CostModel,
-    now_s: float,
-) -> PrefillChoice:
-    """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
-    node = view.members[slot]
-    queue_s = view.prefill_order.values[slot] - now_s
-    if queue_s < 0.0:
-        queue_s = 0.0
-    prefix = matched_tokens(request, depth, view)
-    prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - prefix, prefix))
-    share = 1.0
-    if view.lent_mask >> slot & 1:
-        # beside the sequences that decode on a prefill node
-        share = max(LEAST_SHARE, share_when_begun(node, cost))
-    return PrefillChoice(node, depth, prefix, queue_s, prefill_s / share, share)
 
 
 def _cost_s(choice: PrefillChoice) -> float:

@@ -15,7 +15,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.placement import PlacementRequest
 from conductor.placing.prefill_policies import POLICIES as LIVE_POLICIES
-from conductor.placing.prefill_policies import PrefillChoice, candidate, depth_at
+from conductor.placing.prefill_policies import PrefillChoice, depth_at
 from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
@@ -54,4 +54,4 @@ class RandomPrefill:
             self._mask = view.prefill_mask
             self._slots = bits_of(self._mask)
         slot = self._rng.choice(self._slots)
-        return candidate(request, slot, depth_at(slot, groups), view, cost, now_s)
+        return PrefillChoice(request, slot, depth_at(slot, groups), view, cost, now_s)
