@@ -179,7 +179,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view = ClusterView(cost, seen.block_size)
     view.projection.restore(seen.decode_s)
     for node in seen.nodes:
-        _restore(view, node, made)
+        _restore(view, node, made, cost)
     view.prefill_order.settle(made.decided_at_s)  # who was idle is, however late the prompts are that it has
     view.mean_output_tokens = seen.mean_output_tokens
     view.num_in_flight = seen.num_in_flight
@@ -259,7 +259,7 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
     )
 
 
-def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
+def _restore(view: ClusterView, node: NodeSeen, made: Decision, cost: CostModel) -> None:
     roles = {Role.PREFILL: node.prefills, Role.DECODE: node.decodes}
     has = frozenset(role for role in roles if roles[role])
     info = bare_node(node.node_id, has, 0, view.block_size, max_batch=node.max_batch)
@@ -274,6 +274,9 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     state.decode_context_tokens = node.decode_context_tokens
     state.running_sequences = node.running_sequences
     state.running_context_tokens = node.running_context_tokens
+    state.running_step_s = cost.placed_step_s(
+        state.running_sequences, state.running_context_tokens, state.places
+    )
     trend = node.prefill_trend, node.prefill_usual_s, node.prefill_measured_ratio
     view.corrections.restore(node.node_id, "prefill", node.prefill_ratio, *trend)
     view.corrections.restore(node.node_id, "handoff", node.handoff_ratio)

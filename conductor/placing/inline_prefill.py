@@ -161,8 +161,7 @@ def beside_decoding(
     prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - matched, matched))
     if not node.running_sequences:
         return node.queued_s, prefill_s, 1.0
-    step_s = cost.placed_step_s(node.running_sequences, node.running_context_tokens, node.places)
-    step_s *= node.learned.decode.ratio
+    step_s = node.running_step_s * node.learned.decode.ratio
     share = prompt_share(step_s, node.tightest_tbt_s)
     if share < LEAST_SHARE:
         return None

@@ -53,6 +53,8 @@ class NodeState:
     # of those, decoding already
     running_sequences: int = 0
     running_context_tokens: float = 0.0
+    # of their step, by the profile
+    running_step_s: float = 0.0
     # another conductor's, of those that run
     foreign_context_tokens: int = 0
     foreign_sequences: int = 0
