@@ -82,6 +82,10 @@ class LoadOrder:
         idle = mask & self._idle
         if idle:
             return (idle & -idle).bit_length() - 1
+        nodes = self._ordered_nodes
+        if nodes and mask >> nodes[0] & 1:
+            self.num_probes += 1
+            return nodes[0]
         if not mask & (mask - 1):
             node = mask.bit_length() - 1
             return node if node in self.values else None
