@@ -72,7 +72,8 @@ def refusal(
     node = view.node(placement.decode_node)
     bound_s, others_s = step_limit_s(tbt_slo_s, cost, node.learned.decode.ratio), 0.0
     if policy is PREDICT:
-        others_s = displaced_s(request, placement, view, cost, now_s)
+        if view.room_price.price > 1.0:
+            others_s = displaced_s(request, placement, view, cost, now_s)
         # in time beside all who were placed and have not ended: it does not matter who has by then
         sequences = view.projection.num_sequences + view.foreign_sequences
         tokens = view.projection.num_tokens + view.foreign_context_tokens
@@ -144,15 +145,12 @@ def displaced_s(
     What it takes of a step beyond the mean of those who will decode then, by the price of room in the pool:
     nothing while that takes all that come, and nothing where it takes as much as they do.
     """
-    price = view.room_price.price
-    if price <= 1.0:
-        return 0.0
     sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
     if not sequences:
         return 0.0
     ratio = view.node(placement.decode_node).learned.decode.ratio
     more_s = cost.decode_step_s(1, request.num_tokens) - cost.decode_step_s(1, tokens / sequences)
-    return max(0.0, (price - 1.0) * more_s * ratio)
+    return max(0.0, (view.room_price.price - 1.0) * more_s * ratio)
 
 
 def admit_to_decode(

@@ -464,7 +464,8 @@ class ClusterView:
             self._reorder(node)
 
     def _reorder(self, node: NodeState) -> None:
-        self.note_lent(node)
+        if (self.prefill_mask | self.lent_mask) >> node.slot & 1:
+            self.note_lent(node)
         if self.decode_mask >> node.slot & 1 and node.is_member:
             step_s = self._step_s(node)
             computes = node.num_queued and not self.prefill_mask >> node.slot & 1

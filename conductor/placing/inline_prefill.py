@@ -65,7 +65,9 @@ def inline_placement(
         return other
     needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
     best, copied = other, copied_s(request, other, computing, decoding, groups, view)
-    least_s = other.predicted_ttft_s + copied + _delayed_s(other, view, now_s)
+    least_s = other.predicted_ttft_s + copied
+    if view.num_waiting > 1:
+        least_s += _delayed_s(other, view, now_s)
     for node, depth in _candidates(decoding, groups, view, request.avoid):
         beside = beside_decoding(request, node, depth, needed, view, cost)
         # what it takes of others, and of caches, comes on top
@@ -86,8 +88,6 @@ def inline_placement(
 def _delayed_s(other: Placement, view: ClusterView, now_s: float) -> float:
     """Return the seconds by which a prompt on a prefill node delays all who wait behind it, or will."""
     num_behind = view.num_waiting - 1  # whoever is tried is the first of them
-    if num_behind <= 0:
-        return 0.0
     busy = min(MOST_BUSY, view.prefill_demand.at(now_s) / view.num_prefill)
     return other.prefill_s * other.prompt_share * num_behind / view.num_prefill / (1 - busy)
 
