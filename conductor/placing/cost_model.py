@@ -62,14 +62,15 @@ class CostModel:
         self.profile = profile
         self.step = StepCost(*(getattr(profile, field.name) for field in fields(StepCost)))
         # read once: these are evaluated several times for each placement
-        self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
         half = profile.prefill_small_tokens
-        self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
+        small = profile.prefill_small_s * half, half, profile.prefix_token_s
+        self._prefill = profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s, *small
         self._long_tokens = profile.long_chunk_tokens if profile.chunk_token2_s else 0
         computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
         self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
-        self._num_layers = profile.num_layers
-        self._transfer = (profile.transfer_fixed_s, profile.kv_token_bytes, profile.transfer_bytes_per_s)
+        # floats: they are multiplied with floats
+        self._num_layers, token_bytes = float(profile.num_layers), float(profile.kv_token_bytes)
+        self._transfer = (profile.transfer_fixed_s, token_bytes, profile.transfer_bytes_per_s)
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
         self._experts_s, self._expert_share = profile.decode_experts_s, profile.expert_share
         self.empty_step_s = self.decode_step_s(0, 0)
@@ -77,10 +78,9 @@ class CostModel:
 
     def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
         """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
-        fixed, linear, square = self._prefill
-        if 1 < new_tokens < self._long_tokens:  # one is attended as a sequence that decodes
+        fixed, linear, square, small, half, load = self._prefill
+        if self._long_tokens > new_tokens > 1:  # one is attended as a sequence that decodes
             square = self.step.attention_s(new_tokens, new_tokens)
-        small, half, load = self._small
         return (
             fixed
             + new_tokens * (linear + square * (new_tokens + 2 * prefix_tokens))
@@ -116,11 +116,10 @@ class CostModel:
 
         Where no steps were measured, whatever its prefill has that is not in proportion.
         """
-        load_s = self._small[2] * prefix_tokens
+        fixed, _, _, small, half, load = self._prefill
+        load_s = load * prefix_tokens
         if self.profile.chunk_step_s:
             return load_s
-        fixed, _, _ = self._prefill
-        small, half, _ = self._small
         return load_s + fixed + small / (new_tokens + half)
 
     def transfer_s(self, tokens: int, share: float = 1.0) -> float:
@@ -151,7 +150,7 @@ class CostModel:
 
     def shown_s(self, whole_s: float, compute_s: float) -> float:
         """Return the seconds that show of a hand-off which takes `whole_s` on its link."""
-        late_s = whole_s - compute_s * (self._num_layers - 1) / self._num_layers
+        late_s = whole_s - compute_s * (self._num_layers - 1.0) / self._num_layers
         return (late_s if late_s > 0.0 else 0.0) + self.tail_s(whole_s)
 
     def tail_s(self, whole_s: float) -> float:

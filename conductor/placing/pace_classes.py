@@ -23,11 +23,8 @@ class PaceClasses:
     def __init__(self) -> None:
         self._class_of: dict[int, int] = {}
         self._members: dict[int, int] = {}
-        self._masks: tuple[int, ...] = EVERYBODY
-
-    def masks(self) -> tuple[int, ...]:
-        """Return the members of each class, fastest first; together they have every node."""
-        return self._masks
+        self.masks: tuple[int, ...] = EVERYBODY
+        """The members of each class, fastest first, together every node; to be read only."""
 
     def set(self, node: int, ratio: float) -> None:
         """Note how many times slower than its profile a node is."""
@@ -61,4 +58,4 @@ class PaceClasses:
         for mask in self._members.values():
             others |= mask
         masks = sorted([*self._members.items(), (0, ~others)])
-        self._masks = tuple(mask for _, mask in masks)
+        self.masks = tuple(mask for _, mask in masks)

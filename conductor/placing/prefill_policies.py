@@ -132,7 +132,7 @@ def fewest_seconds(
     best: PrefillChoice | None = None
     rest = preferred(view.prefill_mask, request, view) if request.avoid else view.prefill_mask
     least, ends_s = view.prefill_order.least, view.prefill_order.values
-    classes = view.paces.masks()
+    classes = view.paces.masks
     for depth, mask in (*groups, (0, rest)):
         members = mask & rest
         if not members:

@@ -26,23 +26,23 @@ def test_each_node_is_in_one_class_and_classes_are_in_order_of_pace(seed: int) -
             known[node] = exp(rng.gauss(0.0, 0.6))
             classes.set(node, known[node])
         for each in range(12):
-            assert sum(mask >> each & 1 for mask in classes.masks()) == 1
+            assert sum(mask >> each & 1 for mask in classes.masks) == 1
     for node, ratio in known.items():
         assert abs(log(ratio) / WIDTH - classes.class_of(node)) <= SLACK
-    centres = [classes.class_of(node) for mask in classes.masks() for node in range(12) if mask >> node & 1]
+    centres = [classes.class_of(node) for mask in classes.masks for node in range(12) if mask >> node & 1]
     assert centres == sorted(centres)
 
 
 def test_a_node_that_goes_on_much_as_before_stays_in_its_class() -> None:
     classes = PaceClasses()
-    assert classes.masks() == EVERYBODY
+    assert classes.masks == EVERYBODY
     for ratio in (1.1, 0.9, 1.15, 0.87):
         classes.set(3, ratio)
-    assert classes.masks() == EVERYBODY
+    assert classes.masks == EVERYBODY
     classes.set(3, 3.0)
-    assert len(classes.masks()) == 2
+    assert len(classes.masks) == 2
     classes.set(3, 1.0)
-    assert classes.masks() == EVERYBODY
+    assert classes.masks == EVERYBODY
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -77,4 +77,4 @@ def test_an_idle_holder_that_is_slow_loses_to_a_fast_node_without_the_prefix() -
     view.corrections.restore("p0", "prefill", 3.0)
     assert require_placement(place(request, view, COST, 0.0)).prefill_node == "p1"
     view.remove_node(NodeId("p0"))
-    assert view.paces.masks() == EVERYBODY
+    assert view.paces.masks == EVERYBODY
