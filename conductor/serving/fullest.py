@@ -38,7 +38,9 @@ class Fullest:
 
     def decided(self, lacked: str | None) -> None:
         """Count a request that was decided on, and what it lacked if it was rejected; None: it was placed."""
-        self._counts.update(("came",) if lacked is None else ("came", lacked))
+        self._counts["came"] += 1
+        if lacked is not None:
+            self._counts[lacked] += 1
 
     def put(self, row: int, nodes: Mapping[NodeId, Sequence[float]], limits: Limits) -> None:
         """Keep which of some nodes is fullest; one that no number is known of is passed over."""

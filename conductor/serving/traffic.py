@@ -24,6 +24,7 @@ from base.distribution import distribution
 from base.errors import CapacityError, RejectedError, SloUnreachableError
 from base.request import FinishReason, RequestId, Slo
 from conductor.placing.decisions import Actual, Decision
+from conductor.placing.placement import PlacementRequest
 from conductor.serving.dispatch import RequestObserver
 
 KEPT_S = 3_600.0
@@ -74,8 +75,10 @@ class PastRequest(NamedTuple):
 class _OpenRecord:
     """The record of a request in progress."""
 
-    served: PastRequest
-    keys: bytes
+    asked: PlacementRequest
+    arrival_s: float
+    actual: Actual | None = None
+    """How the attempt went that brought the first token; None: none has."""
     num_attempts: int = 0
 
 
@@ -90,42 +93,27 @@ class Traffic(RequestObserver):
         self._num_bytes = 0
 
     def decided(self, made: Decision) -> None:
-        asked = made.asked
-        name = asked.request_id.rpartition(".")[0]
+        name = made.asked.request_id.rpartition(".")[0]
         if name not in self._running:
-            max_tokens, priority = min(asked.max_tokens, MOST), max(-MOST, min(asked.priority, MOST))
-            keys = [key[:KEY_BYTES] for key in asked.chain if isinstance(key, bytes)]
-            served = PastRequest(made.arrived_at_s, asked.num_tokens, 0, max_tokens, priority)
-            self._running[name] = _OpenRecord(served, b"".join(keys))
+            self._running[name] = _OpenRecord(made.asked, made.arrived_at_s)
 
     def ended(self, attempt_id: RequestId, actual: Actual) -> None:
         running = self._running.get(attempt_id.rpartition(".")[0])
         if running is None:
             return
         running.num_attempts += 1
-        served = running.served
-        if isnan(served.ttft_s) and actual.ttft_s is not None:
-            running.served = served._replace(
-                num_cached_tokens=min(actual.num_cached_tokens or 0, MOST),
-                ttft_s=actual.ttft_s,
-                mean_tbt_s=nan if actual.mean_tbt_s is None else actual.mean_tbt_s,
-                compute_s=actual.compute_s or 0.0,
-            )
+        if running.actual is None and actual.ttft_s is not None:
+            running.actual = actual
 
     def finished(self, request_id: RequestId, num_tokens: int, outcome: str, reason: str) -> None:
         running = self._running.pop(request_id, None)
         if running is None:
             return
-        served = running.served
-        if running.num_attempts > 1 and num_tokens > 1:
-            # an attempt knows its own tokens: of several the pauses between them count too
-            since_first_s = self._clock.now_s() - served.arrival_s - served.ttft_s
-            served = served._replace(mean_tbt_s=since_first_s / (num_tokens - 1))
-        ending = ENDINGS.get(outcome, FAILED)
-        record = served._replace(num_new_tokens=num_tokens, outcome=ending).pack() + running.keys
+        now_s = self._clock.now_s()
+        record = _record(running, num_tokens, ENDINGS.get(outcome, FAILED), now_s)
         self._kept.append(record)
         self._num_bytes += len(record) + OVERHEAD_BYTES
-        since_s = self._clock.now_s() - KEPT_S
+        since_s = now_s - KEPT_S
         while self._num_bytes > self._max_bytes or PastRequest.unpack(self._kept[0]).arrival_s < since_s:
             self._num_bytes -= len(self._kept.popleft()) + OVERHEAD_BYTES
 
@@ -136,6 +124,33 @@ class Traffic(RequestObserver):
     def records(self) -> list[bytes]:
         """Return what is kept, for `trace_lines`."""
         return list(self._kept)
+
+
+def _record(running: _OpenRecord, num_tokens: int, outcome: int, now_s: float) -> bytes:
+    """Return what is kept of a request that is over."""
+    asked, arrival_s, actual = running.asked, running.arrival_s, running.actual
+    num_cached_tokens, ttft_s, mean_tbt_s, compute_s = 0, nan, nan, nan
+    if actual is not None and actual.ttft_s is not None:
+        num_cached_tokens, ttft_s = min(actual.num_cached_tokens or 0, MOST), actual.ttft_s
+        mean_tbt_s = nan if actual.mean_tbt_s is None else actual.mean_tbt_s
+        compute_s = actual.compute_s or 0.0
+    if running.num_attempts > 1 and num_tokens > 1:
+        # an attempt knows its own tokens: of several the pauses between them count too
+        mean_tbt_s = (now_s - arrival_s - ttft_s) / (num_tokens - 1)
+    max_tokens, priority = min(asked.max_tokens, MOST), max(-MOST, min(asked.priority, MOST))
+    numbers = PastRequest(
+        arrival_s,
+        asked.num_tokens,
+        num_tokens,
+        max_tokens,
+        priority,
+        num_cached_tokens,
+        ttft_s,
+        mean_tbt_s,
+        compute_s,
+        outcome,
+    )
+    return numbers.pack() + b"".join([key[:KEY_BYTES] for key in asked.chain if isinstance(key, bytes)])
 
 
 def trace_lines(records: list[bytes], block_size: int) -> Iterator[str]:
