@@ -21,9 +21,10 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState, bare_node
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
+from conductor.placing.prefill_policies import depth_at
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
-from kvstore.index import Key
+from kvstore.index import Group, Key
 
 # 64 nodes are some 100 us to copy; a larger cluster has more use for its requests.
 MAX_NODES = 64
@@ -199,12 +200,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
 def _seen(
     asked: PlacementRequest, view: ClusterView, result: Placement | Rejection, now_s: float
 ) -> ViewSeen:
-    nodes = view.nodes()
-    matched = dict.fromkeys((node.slot for node in nodes), 0)
-    for depth, mask in view.index.match(asked.chain):
-        for slot in matched:
-            if mask >> slot & 1:
-                matched[slot] = depth
+    nodes, groups = view.nodes(), view.index.match(asked.chain)
     return ViewSeen(
         view.block_size,
         view.mean_output_tokens,
@@ -213,9 +209,7 @@ def _seen(
         view.running_context_tokens,
         view.projection.decode_s,
         view.projected(now_s + result.predicted_ttft_s, now_s),
-        tuple(_node_seen(view, node, matched[node.slot]) for node in nodes)
-        if len(nodes) <= MAX_NODES
-        else None,
+        tuple([_node_seen(view, node, groups) for node in nodes]) if len(nodes) <= MAX_NODES else None,
         view.num_queued,
         view.num_waiting,
         view.copy_price.block_s,
@@ -225,14 +219,14 @@ def _seen(
     )
 
 
-def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeSeen:
+def _node_seen(view: ClusterView, node: NodeState, groups: list[Group]) -> NodeSeen:
     slot, learned = node.slot, node.learned
     prefills, decodes = bool(view.prefill_mask >> slot & 1), bool(view.decode_mask >> slot & 1)
     return NodeSeen(
         node.info.node_id,
         prefills,
         decodes,
-        matched_blocks,
+        depth_at(slot, groups),
         view.prefill_order.values[slot] if prefills else 0.0,
         node.num_queued,
         node.num_outgoing,

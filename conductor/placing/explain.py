@@ -64,13 +64,15 @@ class _KeptDecision:
     def ttft_s(self) -> float:
         return (self.actual and self.actual.ttft_s) or 0.0
 
-    @property
-    def has_missed(self) -> bool:
-        """Whether it was served past a bound."""
-        slo, actual = self.made.asked.slo, self.actual
-        return actual is not None and (
-            self.ttft_s > slo.ttft_slo_s or (actual.mean_tbt_s or 0.0) > slo.tbt_slo_s
-        )
+    def lists(self) -> tuple[str, ...]:
+        """Return those of `LISTS` that it is in, however old it is."""
+        if self.is_rejected:
+            return ("rejected",)
+        if self.actual is None:
+            return ()
+        ttft_s, (ttft_slo_s, tbt_slo_s, _) = self.ttft_s, self.made.asked.slo
+        has_missed = ttft_s > ttft_slo_s or (self.actual.mean_tbt_s or 0.0) > tbt_slo_s
+        return (*(("slowest",) if ttft_s > 0.0 else ()), *(("missed",) if has_missed else ()))
 
 
 class Decisions:
@@ -151,7 +153,7 @@ class Decisions:
         else:
             since_s = now_s - NOTABLE_S
             aside = (kept for kept in self._notable[kind].values() if kept.made.decided_at_s > since_s)
-            chosen = [*aside, *(kept for kept in self._kept.values() if _is_of(kind, kept))]
+            chosen = [*aside, *(kept for kept in self._kept.values() if kind in kept.lists())]
             is_slowest = kind == "slowest"
             chosen.sort(key=lambda kept: -(kept.ttft_s if is_slowest else kept.made.decided_at_s))
         return [_listed(kept.made, kept.actual, now_s) for kept in chosen[:MAX_LISTED]]
@@ -164,9 +166,8 @@ class Decisions:
                 del self._running[next(iter(self._running))]
             return
         now_s = kept.made.decided_at_s
-        for kind, notable in self._notable.items():
-            if not _is_of(kind, kept):
-                continue
+        for kind in kept.lists():
+            notable = self._notable[kind]
             notable[request_id] = kept
             while (oldest := next(iter(notable.items())))[1].made.decided_at_s <= now_s - NOTABLE_S:
                 del notable[oldest[0]]
@@ -208,16 +209,6 @@ def _most_notable(kind: str, notable: dict[RequestId, _KeptDecision]) -> dict[Re
         kept = nlargest(MAX_NOTABLE, notable.values(), key=lambda each: each.ttft_s)
     names = {each.made.asked.request_id for each in kept}
     return {name: each for name, each in notable.items() if name in names}
-
-
-def _is_of(kind: str, kept: _KeptDecision) -> bool:
-    match kind:
-        case "rejected":
-            return kept.is_rejected
-        case "missed":
-            return kept.has_missed
-        case _:
-            return kept.ttft_s > 0.0
 
 
 def _is_next(before: Decision, made: Decision) -> bool:
