@@ -45,7 +45,6 @@ from base.messages import (
     Source,
     Start,
     Tokens,
-    Work,
 )
 from base.request import Request, RequestId
 from conductor.placing.admission import admit_to_decode, joined_tbt_s
@@ -201,12 +200,13 @@ class Dispatcher:
 
     async def _first(self, attempt: Attempt) -> Generated:
         """Place the attempt and return its first token."""
-        state = attempt.state
-        item = self._waiting(state)
-        place_it = partial(self._place, attempt)
-        bounds = state.first_token_by_s(self._patience_s), state.give_up_at_s
+        state, queue = attempt.state, self.queue
+        nobody_waits = not len(queue)
         try:
-            await wait_until_placed(self.queue, item, place_it, *bounds, self._clock)
+            if not (nobody_waits and self._place(attempt, 0.0)):
+                item, place_it = self._waiting(state), partial(self._place, attempt)
+                bounds = state.first_token_by_s(self._patience_s), state.give_up_at_s
+                await wait_until_placed(queue, item, place_it, *bounds, self._clock, nobody_waits)
         except ServeError as error:
             if not attempt.is_decided:
                 self._was_let_go(attempt, error)
@@ -215,25 +215,25 @@ class Dispatcher:
             if attempt.placed is None and self._next_try is None:
                 # it may have been first, for a role that is not there, before others who do not need that
                 self._pump_soon()
-        assert attempt.placed is not None
-        placement, work = attempt.placed.placement, state.work(attempt.placed.root)
+        placed = attempt.placed
+        assert placed is not None
+        placement = placed.placement
         decode = self._membership.session(placement.decode_node)
         prefill = self._membership.session(placement.prefill_node)
         attempt.deadline = state.deadline()
         attempt.begin(decode, state.attempt_id, state.mailbox)
         if stays := prefill is decode:
-            source = await self._lent(attempt, attempt.placed)
+            source = await self._lent(attempt, placed)
             pooling, scored = state.request.pooling, state.num_prompt_logprobs
+            work = state.work(state.attempt_id, placed.root)
             decode.send(Prefill(work, source, pooling is None, scored, pooling))
             prefilled = await state.mailbox.next(Prefilled)
         else:
-            decode.send(
-                Reserve(work._replace(evict_first=attempt.placed.evict_first_on == placement.decode_node))
-            )
-            source = await self._lent(attempt, attempt.placed)
-            work = work._replace(evict_first=attempt.placed.evict_first_on == placement.prefill_node)
-            prefilled = await self._handed_over(attempt, work, decode, prefill, source)
-        self._was_prefilled(attempt, attempt.placed, prefilled)
+            evicts_first = placed.evict_first_on == placement.decode_node
+            decode.send(Reserve(state.work(state.attempt_id, placed.root, evicts_first)))
+            source = await self._lent(attempt, placed)
+            prefilled = await self._handed_over(attempt, placed, decode, prefill, source)
+        self._was_prefilled(attempt, placed, prefilled)
         finish = state.finish_of_first(prefilled, decode.info.max_model_len)
         if finish is None:
             self._pace.began()
@@ -415,13 +415,18 @@ class Dispatcher:
         return Source(session.info.peer, lent.grant, lent.checksums, first)
 
     async def _handed_over(
-        self, attempt: Attempt, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
+        self,
+        attempt: Attempt,
+        placed: Placed,
+        decode: NodeSession,
+        prefill: NodeSession,
+        source: Source | None,
     ) -> Prefilled:
         """Return what one node says of a prompt whose KV another one has by then."""
         state, name, target = attempt.state, attempt.state.prefill_id, decode.info.peer
         attempt.begin(prefill, name, state.mailbox)
-        mine = work._replace(request_id=name)
-        prefill.send(Prefill(mine, source, num_prompt_logprobs=state.num_prompt_logprobs))
+        work = state.work(name, placed.root, placed.evict_first_on == placed.placement.prefill_node)
+        prefill.send(Prefill(work, source, num_prompt_logprobs=state.num_prompt_logprobs))
 
         def send(reserved: Reserved) -> None:
             attempt.is_reserved = True

@@ -10,6 +10,7 @@ from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import DeadlineError, ServeError, TransferFailedError
 from base.messages import Failed, Prefilled, Work
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, Pooling, Request, RequestId, SampledToken, Slo
 from base.step_budget import GapBounds
 from conductor.placing.decisions import Actual
@@ -27,8 +28,6 @@ class RequestState:
         self.request = request
         self.generated: list[int] = []
         self.retries = Retries()
-        self.attempt_id = request.request_id
-        """The request's name on the nodes; each attempt has its own."""
         self.traceparent = request.traceparent
         """The span that spans of its nodes are part of; empty: nobody traces the request."""
         self.is_complete = False
@@ -36,7 +35,6 @@ class RequestState:
         """How the request ended: the finish reason, the class of the error, or cancelled."""
         self.reason = ""
         """The words of the error of a request that failed."""
-        self.mailbox = Mailbox()
         self.arrived_at_s = clock.now_s()
         self._clock = clock
         if request.deadline_s is not None:
@@ -45,26 +43,24 @@ class RequestState:
         """When the request's time is up, on the clock."""
         self._num_cached_tokens: int | None = None
         """Prompt tokens that were matched when the request first ran."""
-        self.is_promised = False
-        """Whether it was let wait: see `PlacementRequest`."""
         self._hashed: tuple[int, BlockHash] | None = None
         self._chain: list[BlockHash] = []
-        self._num_tokens_before = 0
-        self._prefilled: Prefilled | None = None
         self._placed_at_s = 0.0
-        self._reserved_s: float | None = None
-        self._ttft_s: float | None = None
         self._first_at_s = self._last_at_s = 0.0
         self._came_at_s = 0.0  # the last that was read, from its node
 
     def begin_attempt(self) -> None:
-        """Start afresh: a late message of the attempt before must not be taken for ours."""
+        """Begin the first attempt, or start afresh."""
         self.retries.num_attempts += 1
         self.attempt_id = RequestId(f"{self.request.request_id}.{self.retries.num_attempts}")
+        """The attempt's name on the nodes: a late message of the one before must not be taken for ours."""
         self.is_promised = False
+        """Whether it was let wait: see `PlacementRequest`."""
         self.mailbox = Mailbox()
         self._num_tokens_before = len(self.generated)
-        self._prefilled = self._ttft_s = self._reserved_s = None
+        self._prefilled: Prefilled | None = None
+        self._ttft_s: float | None = None
+        self._reserved_s: float | None = None
 
     def placed(self) -> None:
         """Note that the attempt was placed."""
@@ -112,32 +108,31 @@ class RequestState:
 
     def actual(self, end: str) -> Actual:
         """Return the account of the attempt, which is over."""
-        prefilled, num_tokens = self._prefilled, len(self.generated) - self._num_tokens_before
-        whole = Actual(
-            ended_at_s=self._clock.now_s(),
-            end=end,
-            frontend_s=self.request.frontend_s,
-            reserved_s=self._reserved_s,
-            trace_id=self.traceparent[3:35],
-        )
+        prefilled, ended_at_s = self._prefilled, self._clock.now_s()
+        frontend_s, reserved_s, trace_id = self.request.frontend_s, self._reserved_s, self.traceparent[3:35]
         if prefilled is None:
-            return whole
-        times = prefilled.times
-        joined = self.mailbox
+            return Actual(ended_at_s, end, frontend_s=frontend_s, reserved_s=reserved_s, trace_id=trace_id)
+        times, joined = prefilled.times, self.mailbox
+        num_tokens = len(self.generated) - self._num_tokens_before
         num_gaps, num_steps = num_tokens - 1, num_tokens - 1 - joined.num_joined
         has_steps = joined.num_joined and num_steps > 0
-        return whole._replace(
+        return Actual(
+            ended_at_s=ended_at_s,
+            end=end,
             ttft_s=self._ttft_s,
             queue_s=times.queue_s,
             compute_s=times.compute_s,
             exposed_transfer_s=times.exposed_transfer_s,
+            mean_tbt_s=(self._last_at_s - self._first_at_s) / num_gaps if num_gaps > 0 else None,
+            num_cached_tokens=prefilled.num_cached_tokens,
+            num_output_tokens=num_tokens,
+            frontend_s=frontend_s,
+            reserved_s=reserved_s,
             load_s=times.exposed_load_s,
             transfer_s=times.transfer_s,
             num_chunks=times.num_chunks,
-            mean_tbt_s=(self._last_at_s - self._first_at_s) / num_gaps if num_gaps > 0 else None,
+            trace_id=trace_id,
             mean_step_s=(self._came_at_s - joined.joined_at_s) / num_steps if has_steps else None,
-            num_cached_tokens=prefilled.num_cached_tokens,
-            num_output_tokens=num_tokens,
         )
 
     @property
@@ -183,19 +178,22 @@ class RequestState:
             avoid=self.retries.avoid,
         )
 
-    def work(self, root: BlockHash) -> Work:
+    def work(self, name: RequestId, root: BlockHash, evict_first: bool = False) -> Work:
+        """Return what a node that calls the attempt `name` is to do."""
+        request = self.request
         return Work(
-            request_id=self.attempt_id,
-            token_ids=self.token_ids,
-            num_prompt_tokens=len(self.request.token_ids),
-            chain_root=root,
-            sampling=self.request.sampling,
-            stop=self.request.stop,
-            num_logprobs=self.request.num_logprobs,
-            priority=self.request.priority,
-            deadline_s=self._remaining_s(),
-            traceparent=self.traceparent,
-            gap_bounds=GapBounds(self.request.slo.tbt_slo_s, self.request.slo.longest_gap_slo_s),
+            name,
+            self.token_ids,
+            len(request.token_ids),
+            root,
+            request.sampling,
+            request.stop,
+            request.num_logprobs,
+            request.priority,
+            self._remaining_s(),
+            self.traceparent,
+            GapBounds(request.slo.tbt_slo_s, request.slo.longest_gap_slo_s),
+            evict_first,
         )
 
     @property
@@ -253,16 +251,21 @@ class RequestState:
     def add_first(self, prefilled: Prefilled, finish_reason: FinishReason | None) -> Generated:
         """Take in what an attempt's prefill came to, as `add` does."""
         tokens = () if prefilled.first_token is None else (prefilled.first_token,)
-        found = self.add(tokens, finish_reason)
-        return found._replace(prompt_logprobs=prefilled.prompt_logprobs, embedding=prefilled.embedding)
+        return self.add(tokens, finish_reason, prefilled.prompt_logprobs, prefilled.embedding)
 
-    def add(self, tokens: tuple[SampledToken, ...], finish_reason: FinishReason | None) -> Generated:
+    def add(
+        self,
+        tokens: tuple[SampledToken, ...],
+        finish_reason: FinishReason | None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        embedding: bytes | None = None,
+    ) -> Generated:
         """Take in tokens, and return them as the APIs take them; with a reason they are the last."""
         assert self._num_cached_tokens is not None
         self.generated += [token.token_id for token in tokens]
         if finish_reason is not None:
             self.is_complete, self.outcome = True, finish_reason.value
-        return Generated(tokens, finish_reason, self._num_cached_tokens)
+        return Generated(tokens, finish_reason, self._num_cached_tokens, prompt_logprobs, embedding)
 
     def _remaining_s(self) -> float:
         return max(0.0, self.give_up_at_s - self._clock.now_s())

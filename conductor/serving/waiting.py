@@ -47,6 +47,7 @@ async def wait_until_placed(
     first_token_by_s: float,
     give_up_at_s: float,
     clock: Clock,
+    was_tried: bool = False,
 ) -> None:
     """Return when `attempt` has placed the request, or raise what it raised.
 
@@ -54,6 +55,7 @@ async def wait_until_placed(
         attempt: Called with no await between two requests, so that each sees the last.
         first_token_by_s: When its first token is due, on `clock`; infinity: whenever it comes.
         give_up_at_s: The request's end, on `clock`.
+        was_tried: As of `PlacementQueue.join`.
 
     Raises:
         RejectedError: too many wait, and it is the one to go.
@@ -63,7 +65,7 @@ async def wait_until_placed(
     """
     waiter, error = _Waiter(attempt), None
     try:
-        if queue.join(item, waiter, clock.now_s(), first_token_by_s, give_up_at_s):
+        if queue.join(item, waiter, clock.now_s(), first_token_by_s, give_up_at_s, was_tried):
             while not waiter.turn.done():
                 now_s = clock.now_s()
                 next_s = queue.look_at_s(item.request_id, now_s)
