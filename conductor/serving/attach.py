@@ -48,9 +48,9 @@ from protos import nodes_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MOST_TOGETHER = 6
-"""The most items that wait for the end of a turn of the event loop. Where all did, nodes had nothing to do
-until then, and the conductor nothing while they were at work."""
+MOST_TOGETHER = 8
+"""The most items that wait for the end of a turn of the event loop: as many as two requests have for a node.
+Where all did, nodes had nothing to do until then, and the conductor nothing while they were at work."""
 RELEASE_S = 0.002
 """How long a Release waits for something to go with: nobody waits for it, and a message is a system call."""
 
