@@ -124,12 +124,15 @@ class BoundedConnection(HttpToolsProtocol):
     _answered: RequestResponseCycle = None  # type: ignore[assignment] # as uvicorn's own
     """The call that is answered, or was last: `cycle` is the one that came last, and may wait for others."""
     _is_closing = False
+    _is_in_head = True
+    """Whether the next of a head is awaited; most come at once, and no timer is made for them."""
     _head_bytes = 0
     _arrived_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(Corked(transport, self.loop, self._closes))  # type: ignore[arg-type]
         self._expect_head()
+        self._await_head()
         self._arrivals.came(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -156,7 +159,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if "head" in self._timers:
+        if self._is_in_head:
+            if "head" not in self._timers:
+                self._await_head()
             # The parser keeps a header to itself until its end.
             self._arrived_bytes += len(data)
             if self._arrived_bytes > MAX_HEAD_BYTES:
@@ -190,6 +195,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._is_in_head = False
         self._stop("head")
         super().on_headers_complete()
         self._has_asked()
@@ -206,6 +212,9 @@ class BoundedConnection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._stop("head")
         self._head_bytes = self._arrived_bytes = 0
+        self._is_in_head = True
+
+    def _await_head(self) -> None:
         self._timers["head"] = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up, "its head is too slow")
 
     def _stop(self, name: str) -> None:
