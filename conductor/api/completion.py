@@ -115,7 +115,7 @@ class InProgress:
             later = asyncio.get_running_loop().call_later
             self._reading = later(self._completions.request_timeout_s, self.cut_off, _not_read)
 
-    def cut_off(self, error: Callable[[], ServeError] = _cut_off) -> None:
+    def cut_off(self, error: Callable[[], Exception] = _cut_off) -> None:
         """End the call with what `error` makes."""
         if not self._is_over:
             self._is_over = True

@@ -122,9 +122,9 @@ class HttpApi:
                     reply.request_id = given
                 caller = call.caller(headers, self._default_slo)
                 declared = int(headers.get("content-length", "0"))
-                raw = await read_body(receive, declared, self._max_body_bytes, call.take_bytes)
+                raw = await read_body(receive, declared, self._max_body_bytes, call.take_bytes, call.cut_off)
                 await check_structure(raw)
-                await while_connected(receive, self._handled(route, raw, caller, reply))
+                await while_connected(receive, self._handled(route, raw, caller, reply), call.cut_off)
         except ClientGoneError:
             event(log, "client left", level=logging.DEBUG, request_id=reply.request_id)
         except BodyError as error:

@@ -15,7 +15,6 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
-from base.alarm import Alarm
 from conductor.api.http_errors import OPENAI_ERRORS, ErrorForm, HttpError
 
 # ASCII alone: some clients split events at Unicode's line separators.
@@ -31,6 +30,9 @@ JSON_PART_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 WATCH_AFTER_S = 0.05
 """Work that lasts less goes unwatched: to watch a client costs as much as writing a short answer does."""
+
+CutOff = Callable[[Callable[[], Exception]], None]
+"""Ends a call with what its argument makes, in the turn after this one."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -118,7 +120,7 @@ class Reply:
 
 
 async def read_body(
-    receive: Receive, declared_bytes: int, max_bytes: int, arrived: Callable[[int], None]
+    receive: Receive, declared_bytes: int, max_bytes: int, arrived: Callable[[int], None], cut_off: CutOff
 ) -> bytes:
     """Return the body of a call.
 
@@ -126,32 +128,31 @@ async def read_body(
         declared_bytes: The content-length; 0 where the call has none.
         max_bytes: More is refused, without reading it.
         arrived: Called with the number of bytes of each part; may raise ServeError.
+        cut_off: Ends the call with a BodyError where the body comes too slowly.
 
     Raises:
-        BodyError: the body is too long or comes too slowly.
+        BodyError: the body is too long.
         ClientGoneError: the client left while sending it.
     """
     if declared_bytes > max_bytes:
         raise _too_long(max_bytes)
     parts: list[bytes] = []
     num_bytes = 0
-    with Alarm(lambda: BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s")) as alarm:
-        timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, alarm.ring)
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                parts.append(part := message.get("body", b""))
-                num_bytes += len(part)
-                arrived(len(part))
-                if num_bytes > max_bytes:
-                    raise _too_long(max_bytes)
-                if not message.get("more_body"):
-                    break
-        finally:
-            timer.cancel()
-    return b"".join(parts)
+    timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, cut_off, _too_slow)
+    try:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(part := message.get("body", b""))
+            num_bytes += len(part)
+            arrived(len(part))
+            if num_bytes > max_bytes:
+                raise _too_long(max_bytes)
+            if not message.get("more_body"):
+                return b"".join(parts)
+    finally:
+        timer.cancel()
 
 
 class BodyError(Exception):
@@ -166,24 +167,27 @@ def _too_long(max_bytes: int) -> BodyError:
     return BodyError(413, f"the body is longer than {max_bytes} bytes")
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+def _too_slow() -> BodyError:
+    return BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None], cut_off: CutOff) -> None:
     """Do `work` until it is done or the client leaves, which is noticed after `WATCH_AFTER_S`.
 
-    Call when the body was read. Raises what `work` raises, or ClientGoneError when it was cancelled.
+    Call when the body was read. `cut_off` ends the call with a ClientGoneError where the client has left.
     """
     watching: list[asyncio.Task[None]] = []
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        alarm.ring()
+        cut_off(ClientGoneError)
 
     loop = asyncio.get_running_loop()
-    with Alarm(ClientGoneError) as alarm:
-        later = loop.call_later(WATCH_AFTER_S, lambda: watching.append(loop.create_task(watch())))
-        try:
-            await work
-        finally:
-            later.cancel()
-            for task in watching:
-                task.cancel()
+    later = loop.call_later(WATCH_AFTER_S, lambda: watching.append(loop.create_task(watch())))
+    try:
+        await work
+    finally:
+        later.cancel()
+        for task in watching:
+            task.cancel()
