@@ -49,6 +49,8 @@ class Ranges:
         Args:
             lengths: Bytes of each request, or of all of them.
         """
+        if len(offsets) == 1:
+            return self.covers_one(offsets.item(), lengths if isinstance(lengths, int) else lengths.item())
         first = self.starts[0]
         # As unsigned numbers, negative ones are too large as well. Counted, because `min` and `all` of a
         # short array take several times as long.
@@ -79,7 +81,9 @@ class Ranges:
         return 0 < length <= int(np.minimum.reduce(left))
 
     def covers_one(self, offset: int, length: int) -> bool:
-        """Return what `covers` would of one request. Calls on arrays cost it a microsecond each."""
+        """Return what `covers` does, of one request.
+
+        Each call on an array would take a microsecond, and several once a payload has emptied the caches."""
         if self._lists is None:
             self._lists = self.starts.tolist(), self.ends.tolist()
         starts, ends = self._lists

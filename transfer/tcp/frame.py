@@ -139,8 +139,7 @@ def unpack_ranges(header: Header, table: bytes | bytearray | memoryview) -> tupl
     Numbers above 2**63 come out negative, and no grant covers those.
     """
     if header.num_ranges == 1:
-        both = np.array((header.offset, header.num_bytes), np.uint64).view(np.int64)
-        offsets, lengths = both[:1], both[1:]
+        offsets, lengths = np.array(((header.offset,), (header.num_bytes,)), np.uint64).view(np.int64)
         adds_up = header.num_bytes > 0
     else:
         both = np.frombuffer(table, "<i8")
