@@ -77,9 +77,10 @@ class Generation:
             async for piece in pieces:
                 if not prefilled.is_set():
                     prefilled.set()
-                    async with aclosing(self._shown_prompt(piece.prompt_logprobs)) as shown:
-                        async for response in shown:
-                            yield response
+                    if (echo := self._echo) is not None:
+                        async with aclosing(self._shown_prompt(echo, piece.prompt_logprobs)) as shown:
+                            async for response in shown:
+                                yield response
                 if self._echo is not None and self._echo.is_alone:
                     piece = piece.of_prompt_alone()
                 response = self._response(index, piece)
@@ -103,11 +104,9 @@ class Generation:
         return num_calls
 
     async def _shown_prompt(
-        self, logprobs: PromptLogprobs | None
+        self, echo: Echo, logprobs: PromptLogprobs | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        if self._echo is None:
-            return
-        token_ids, text = self._asked.request.token_ids, self._echo.text
+        token_ids, text = self._asked.request.token_ids, echo.text
         num_top = self._asked.request.num_prompt_logprobs or 0
         count = max(1, PART_UNITS // (1 + num_top)) if logprobs is not None else PART_TOKENS
         for at in range(max(-(-len(text) // PART_CHARS), -(-len(token_ids) // count))):

@@ -77,6 +77,8 @@ MAX_ELEMENTS = {
     "stop.token_ids": MAX_STOP_TOKEN_IDS,
 }
 """The bound of each list and map of a request. Token ids have the context window for a bound as well."""
+_SLO_FIELDS = ("ttft_s", "tbt_s", "longest_gap_s")
+"""The fields of a message's bounds, in the order of `Slo`."""
 _PROMPT_FIELD_OF = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages", None: "input"}
 
 
@@ -158,10 +160,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _generation(self, data: bytes, caller: Caller) -> Generation:
         """Return what a message asks for; raises ServeError."""
-        with params_spelled(_FIELD_OF):
+        spelled = _FIELD_OF.copy()
+        with params_spelled(spelled):
             message, prompt, options = await on_body(data, _said)
-        prompt_field = _PROMPT_FIELD_OF[message.WhichOneof("input")]
-        with params_spelled({**_FIELD_OF, "prompt": prompt_field}):
+            spelled["prompt"] = _PROMPT_FIELD_OF[message.WhichOneof("input")]
             check_request_id(message.request_id)
             require_model(self._model, message.model or None)
             caller = _with_slo(caller, message.slo)
@@ -317,12 +319,13 @@ def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:
 
 def _with_slo(caller: Caller, given: inference_pb2.Slo) -> Caller:
     """Return a caller with the message's bounds, where it has some; a deadline bounds TTFT too."""
-    slo = caller.slo
-    for name in ("ttft", "tbt", "longest_gap"):
-        if given.HasField(f"{name}_s"):
-            slo = slo._replace(**{f"{name}_slo_s": getattr(given, f"{name}_s")})
-        if not getattr(slo, f"{name}_slo_s") > 0:
-            raise invalid(f"slo.{name}_s", "seconds above 0 are wanted")
+    bounds = [
+        getattr(given, name) if given.HasField(name) else bound_s
+        for name, bound_s in zip(_SLO_FIELDS, caller.slo, strict=True)
+    ]
+    for name, bound_s in zip(_SLO_FIELDS, bounds, strict=True):
+        if not bound_s > 0:
+            raise invalid(f"slo.{name}", "seconds above 0 are wanted")
     if caller.deadline_s is not None:
-        slo = slo._replace(ttft_slo_s=min(slo.ttft_slo_s, max(caller.deadline_s, 0.0)))
-    return caller._replace(slo=slo)
+        bounds[0] = min(bounds[0], max(caller.deadline_s, 0.0))
+    return caller._replace(slo=Slo(*bounds))
