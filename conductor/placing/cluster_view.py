@@ -367,7 +367,7 @@ class ClusterView:
     def _settle_paces(self) -> None:
         for node_id in self.corrections.changed:
             if node := self._nodes.get(NodeId(node_id)):
-                self.paces.set(node.slot, node.learned.prefill.ratio)
+                self.paces.set(node.slot, (known := node.learned.prefill).ratio, known.measured_ratio)
                 self._reorder(node)
         self.corrections.changed.clear()
 

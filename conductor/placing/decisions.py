@@ -20,6 +20,7 @@ from base.request import NodeId, Role
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState, bare_node
+from conductor.placing.pace_classes import AS_PROFILED
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
 from conductor.placing.prefill_policies import depth_at
 from conductor.placing.scheduler import place
@@ -70,8 +71,8 @@ class NodeSeen(NamedTuple):
     """The power of the profile's seconds that the ratio grows with."""
     prefill_usual_s: float = 1.0
     """The profile's seconds of which the ratio is as it stands."""
-    pace_class: int = 0
-    """The node's class in `PaceClasses`."""
+    pace_classes: tuple[int, int] = AS_PROFILED
+    """The node's classes in `PaceClasses`."""
     evict_share: float = 0.0
     """The share of the blocks that it stored lately for which another one had to go."""
     receiving_s: float = 0.0
@@ -245,7 +246,7 @@ def _node_seen(view: ClusterView, node: NodeState, groups: list[Group]) -> NodeS
         node.capacity_tokens,
         learned.prefill.trend,
         learned.prefill.usual_s,
-        view.paces.class_of(slot),
+        view.paces.classes_of(slot),
         node.evict_share,
         node.receiving_s,
         node.info.max_batch,
@@ -280,7 +281,7 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision, cost: CostModel)
     view.kv_events(node.node_id, 1, blocks, ())
     state.evict_share = node.evict_share
     state.receiving_s = node.receiving_s
-    view.paces.move(state.slot, node.pace_class)
+    view.paces.move(state.slot, *node.pace_classes)
     if node.prefills:
         view.prefill_order.set(state.slot, node.queue_ends_at_s)
     view.note_lent(state)

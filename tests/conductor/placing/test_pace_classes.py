@@ -28,8 +28,8 @@ def test_each_node_is_in_one_class_and_classes_are_in_order_of_pace(seed: int) -
         for each in range(12):
             assert sum(mask >> each & 1 for mask in classes.masks) == 1
     for node, ratio in known.items():
-        assert abs(log(ratio) / WIDTH - classes.class_of(node)) <= SLACK
-    centres = [classes.class_of(node) for mask in classes.masks for node in range(12) if mask >> node & 1]
+        assert all(abs(log(ratio) / WIDTH - each) <= SLACK for each in classes.classes_of(node))
+    centres = [classes.classes_of(node) for mask in classes.masks for node in range(12) if mask >> node & 1]
     assert centres == sorted(centres)
 
 
@@ -77,4 +77,19 @@ def test_an_idle_holder_that_is_slow_loses_to_a_fast_node_without_the_prefix() -
     view.corrections.restore("p0", "prefill", 3.0)
     assert require_placement(place(request, view, COST, 0.0)).prefill_node == "p1"
     view.remove_node(NodeId("p0"))
+    assert view.paces.masks == EVERYBODY
+
+
+def test_a_long_prompt_is_not_given_to_a_slow_node_that_is_doubted_to_be_as_fast_as_an_idle_one() -> None:
+    view, request = make_view(2, 1), make_request(blocks=20)
+    usual_s = COST.prefill_s(request.num_tokens, 0) / 2
+    for _ in range(20):
+        view.corrections.observe("p0", "prefill", usual_s, 3 * usual_s)
+        view.corrections.observe("p1", "prefill", usual_s, usual_s)
+    for _ in range(8):
+        view.corrections.doubt("p0", "p1", "prefill")
+        assert require_placement(place(request, view, COST, 0.0)).prefill_node == "p1"
+    assert view.node(NodeId("p0")).learned.prefill.ratio < 1.01
+    view.corrections.observe("p0", "prefill", usual_s, usual_s)
+    place(request, view, COST, 0.0)
     assert view.paces.masks == EVERYBODY
