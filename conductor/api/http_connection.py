@@ -159,13 +159,17 @@ class BoundedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._is_in_head:
-            if "head" not in self._timers:
-                self._await_head()
-            # The parser keeps a header to itself until its end.
-            self._arrived_bytes += len(data)
-            if self._arrived_bytes > MAX_HEAD_BYTES:
-                self._give_up("its head is too long")
+        if not self._is_in_head:
+            if self.timeout_keep_alive_task is None and self.cycle and self.cycle.response_complete:
+                # No call has begun with it: empty lines, or the rest of a body that was refused.
+                self._await_call()
+            return
+        if "head" not in self._timers:
+            self._await_head()
+        # The parser keeps a header to itself until its end.
+        self._arrived_bytes += len(data)
+        if self._arrived_bytes > MAX_HEAD_BYTES:
+            self._give_up("its head is too long")
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open for an answer."""
@@ -213,6 +217,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop("head")
         self._head_bytes = self._arrived_bytes = 0
         self._is_in_head = True
+
+    def _await_call(self) -> None:
+        """Have uvicorn's timeout between two calls count again: it ends with whatever comes."""
+        later = self.loop.call_later
+        self.timeout_keep_alive_task = later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _await_head(self) -> None:
         self._timers["head"] = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up, "its head is too slow")
