@@ -158,14 +158,18 @@ class BoundedConnection(HttpToolsProtocol):
             self._arrivals.begun(self.transport)
 
     def data_received(self, data: bytes) -> None:
+        before, is_body = self.cycle, self.cycle is not None and self.cycle.more_body
         super().data_received(data)
         if not self._is_in_head:
             if self.timeout_keep_alive_task is None and self.cycle and self.cycle.response_complete:
                 # No call has begun with it: empty lines, or the rest of a body that was refused.
                 self._await_call()
             return
-        if "head" not in self._timers:
+        is_first = "head" not in self._timers
+        if is_first:
             self._await_head()
+            if is_body or self.cycle is not before:
+                return  # its bytes are mostly those of calls before it
         # The parser keeps a header to itself until its end.
         self._arrived_bytes += len(data)
         if self._arrived_bytes > MAX_HEAD_BYTES:

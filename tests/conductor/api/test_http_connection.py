@@ -40,3 +40,24 @@ def test_what_is_no_call_does_not_keep_a_connection_open(asked, sent):
         assert transport.is_aborted
 
     virtual_loop.run(main)
+
+
+LONG_CALL = CALL[:-2] + b"A: %s\r\n\r\n" % (4_000 * b"a")
+
+
+@pytest.mark.parametrize("before", [POST + LENGTH * b"a", 9 * LONG_CALL], ids=["a body", "nine heads"])
+def test_the_beginning_of_a_head_behind_long_calls_is_no_long_head(before):
+    async def main(loop):
+        connection, transport = connected(loop)
+        connection.data_received(before + CALL[:5])
+        await answered(loop, connection)
+        assert not transport.is_aborted
+        connection.data_received(CALL[5:])
+        await answered(loop, connection)
+        assert not transport.is_aborted
+        connection.data_received(CALL[:-2])
+        for _ in range(9):
+            connection.data_received(4_000 * b"a")
+        assert transport.is_aborted, "parts that come later count"
+
+    virtual_loop.run(main)
