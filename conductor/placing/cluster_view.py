@@ -348,9 +348,7 @@ class ClusterView:
         """Bring what changes by itself up to a moment, before anything is chosen."""
         for slot in self.prefill_order.settle(now_s):
             node = self.members[slot]
-            if not node.num_queued:
-                continue
-            if overdue_s := node.note_overdue(self.prefill_order.values[slot], now_s):
+            if node.num_queued and (overdue_s := node.overdue_s):
                 self.prefill_order.set(slot, now_s + overdue_s + node.foreign_queue_s)
         if not self.projection.is_timed:
             self._predict_token_s()
@@ -457,7 +455,6 @@ class ClusterView:
 
     def _requeue(self, node: NodeState, now_s: float) -> None:
         if self.prefill_mask >> node.slot & 1 and node.is_member:
-            node.late_from_s = inf
             ends_s = now_s + max(node.queued_s, node.sending_s) + node.foreign_queue_s
             self.prefill_order.set(node.slot, ends_s)
         else:

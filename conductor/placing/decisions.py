@@ -182,7 +182,6 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.projection.restore(seen.decode_s)
     for node in seen.nodes:
         _restore(view, node, made, cost)
-    view.prefill_order.settle(made.decided_at_s)  # who was idle is, however late the prompts are that it has
     view.mean_output_tokens = seen.mean_output_tokens
     view.num_in_flight = seen.num_in_flight
     view.running_sequences = seen.running_sequences

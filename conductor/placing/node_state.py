@@ -15,7 +15,7 @@ from conductor.placing.cost_model import NodeCorrections
 from conductor.placing.passed_time import PassedTime
 from kvstore.index import NodeEvents
 
-# What a prompt that was to be done is expected to take yet at least, in prompts of the queue's mean length.
+# What a prompt that was to be done is expected to take yet, in prompts of the queue's mean length.
 OVERDUE = 0.25
 # Less than this is the time that a message takes, and the last part of a hand-off.
 OVERDUE_S = 0.1
@@ -41,8 +41,6 @@ class NodeState:
     # of all time: whose gaps held a prompt's steps is known by it
     num_prompts: int = 0
     queued_s: float = 0.0
-    # since when the first of its prompts is late; inf: it is not
-    late_from_s: float = inf
     # of whole prompts, as nodes report those that wait: what is matched of one shows when it begins
     queued_tokens: int = 0
     foreign_queue_s: float = 0.0
@@ -90,14 +88,10 @@ class NodeState:
         """Predicted seconds of this conductor's prompts that wait for the first of them."""
         return self.queued_s * (self.num_queued - 1) / self.num_queued if self.num_queued else 0.0
 
-    def note_overdue(self, due_s: float, now_s: float) -> float:
-        """Return the seconds that its prompts, at least one, will take yet, which were to be done at `due_s`.
-
-        Of the first nobody knows: as long again as it is late by now.
-        """
-        self.late_from_s = min(self.late_from_s, due_s)
-        first_s = max(now_s - self.late_from_s, OVERDUE * self.queued_s / self.num_queued)
-        seconds = self.behind_s + first_s
+    @property
+    def overdue_s(self) -> float:
+        """Seconds that prompts will take yet which were predicted to be done: of the first, nobody knows."""
+        seconds = self.behind_s + OVERDUE * self.queued_s / max(1, self.num_queued)
         return seconds if seconds > OVERDUE_S else 0.0
 
     @property

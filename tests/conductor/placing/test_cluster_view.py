@@ -245,25 +245,6 @@ def test_prompts_that_were_to_be_done_and_are_not_hold_their_node_up() -> None:
     assert require_placement(place(asked, view, COST, ends_s + 2.0)).prefill_node == "p0"
 
 
-def test_a_prompt_is_expected_to_take_as_long_again_as_it_is_late() -> None:
-    view = make_view(2, 1)
-    for number in range(2):
-        request = make_request(f"r{number}", blocks=20, first_block=100 * number)
-        placement = require_placement(place(request, view, COST, 0.0))
-        view.placed(request, placement._replace(prefill_node=NodeId("p0")), 0.0)
-    each_s, due_s = view.node(NodeId("p0")).queued_s / 2, view.prefill_order.values[0]
-    now_s = due_s
-    for _ in range(4):
-        now_s = view.prefill_order.values[0] + 0.01
-        view.settle(now_s)
-    assert now_s > due_s + 10.0, "each time it was late again, it was expected later than the time before"
-    assert view.prefill_order.values[0] == pytest.approx(now_s + (now_s - due_s) + each_s)
-    view.prefill_done(RequestId("r0"), now_s)
-    assert view.prefill_order.values[0] == pytest.approx(now_s + each_s), "the next one is not late yet"
-    view.settle(now_s + each_s + 0.01)
-    assert view.prefill_order.values[0] == pytest.approx(now_s + each_s + 0.01 + 0.25 * each_s)
-
-
 def test_another_conductors_prompts_are_behind_own_ones_that_are_overdue() -> None:
     view = make_view(1, 1)
     for number in range(2):
