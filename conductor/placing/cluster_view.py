@@ -365,7 +365,8 @@ class ClusterView:
     def _settle_paces(self) -> None:
         for node_id in self.corrections.changed:
             if node := self._nodes.get(NodeId(node_id)):
-                self.paces.set(node.slot, (known := node.learned.prefill).ratio, known.measured_ratio)
+                learned = node.learned.prefill
+                self.paces.set(node.slot, learned.ratio, learned.measured_ratio)
                 self._reorder(node)
         self.corrections.changed.clear()
 

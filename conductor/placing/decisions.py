@@ -20,7 +20,6 @@ from base.request import NodeId, Role
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState, bare_node
-from conductor.placing.pace_classes import AS_PROFILED
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
 from conductor.placing.prefill_policies import depth_at
 from conductor.placing.scheduler import place
@@ -71,8 +70,8 @@ class NodeSeen(NamedTuple):
     """The power of the profile's seconds that the ratio grows with."""
     prefill_usual_s: float = 1.0
     """The profile's seconds of which the ratio is as it stands."""
-    pace_classes: tuple[int, int] = AS_PROFILED
-    """The node's classes in `PaceClasses`."""
+    pace_class: int = 0
+    """The node's class in `PaceClasses` with prompts of usual length."""
     evict_share: float = 0.0
     """The share of the blocks that it stored lately for which another one had to go."""
     receiving_s: float = 0.0
@@ -81,6 +80,8 @@ class NodeSeen(NamedTuple):
     """Sequences of one step, at most; 0: not said."""
     prefill_measured_ratio: float | None = None
     """The ratio of prompts that are longer than usual: of what was measured, before it was doubted."""
+    longer_pace_class: int | None = None
+    """The node's class with longer prompts; None: in `pace_class`."""
 
 
 class ViewSeen(NamedTuple):
@@ -221,6 +222,7 @@ def _seen(
 
 def _node_seen(view: ClusterView, node: NodeState, groups: list[Group]) -> NodeSeen:
     slot, learned = node.slot, node.learned
+    usual_class, longer_class = view.paces.classes_of(slot)
     prefills, decodes = bool(view.prefill_mask >> slot & 1), bool(view.decode_mask >> slot & 1)
     return NodeSeen(
         node.info.node_id,
@@ -245,11 +247,12 @@ def _node_seen(view: ClusterView, node: NodeState, groups: list[Group]) -> NodeS
         node.capacity_tokens,
         learned.prefill.trend,
         learned.prefill.usual_s,
-        view.paces.classes_of(slot),
+        usual_class,
         node.evict_share,
         node.receiving_s,
         node.info.max_batch,
         learned.prefill.measured_ratio,
+        longer_class,
     )
 
 
@@ -280,7 +283,8 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision, cost: CostModel)
     view.kv_events(node.node_id, 1, blocks, ())
     state.evict_share = node.evict_share
     state.receiving_s = node.receiving_s
-    view.paces.move(state.slot, *node.pace_classes)
+    longer_class = node.longer_pace_class
+    view.paces.move(state.slot, node.pace_class, node.pace_class if longer_class is None else longer_class)
     if node.prefills:
         view.prefill_order.set(state.slot, node.queue_ends_at_s)
     view.note_lent(state)

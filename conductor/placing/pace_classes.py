@@ -29,14 +29,11 @@ class PaceClasses:
         self.masks: tuple[int, ...] = EVERYBODY
         """The members of each class, fastest first, together every node; to be read only."""
 
-    def set(self, node: int, ratio: float, measured_ratio: float | None = None) -> None:
+    def set(self, node: int, ratio: float, measured_ratio: float) -> None:
         """Note how many times slower than its profile a node is, with longer prompts by `measured_ratio`."""
-        usual, longer = known = self.classes_of(node)
-        usual = _class_at(ratio, usual)
-        if measured_ratio is None or measured_ratio == ratio:
-            longer = usual
-        else:
-            longer = _class_at(measured_ratio, longer)
+        known = self.classes_of(node)
+        usual = _class_at(ratio, known[0])
+        longer = usual if measured_ratio == ratio else _class_at(measured_ratio, known[1])
         if (usual, longer) != known:
             self.move(node, usual, longer)
 

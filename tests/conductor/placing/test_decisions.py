@@ -7,8 +7,8 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role, Slo
-from conductor.placing.decision_lines import Shared
-from conductor.placing.decisions import MAX_NODES, Actual, decide_again, decision
+from conductor.placing.decision_lines import Shared, decision_to, item_from
+from conductor.placing.decisions import MAX_NODES, Actual, Decision, decide_again, decision
 from conductor.placing.decode_projection import FEWEST_LENGTHS
 from conductor.placing.explain import MAX_LISTED, Decisions
 from conductor.placing.placement import Placement, Rejection, RejectReason
@@ -367,3 +367,14 @@ def test_a_prompt_that_is_longer_than_usual_goes_by_what_was_measured_when_decid
     assert isinstance(result, Placement)
     assert result.prefill_node == "p1", "p0 would be chosen for a shorter one"
     assert decide_again(decision(request, view, result, 0.0, 0.0), COST, settings) == result
+
+
+def test_a_log_of_nodes_with_one_ratio_and_one_pace_class_is_read_and_decided_again() -> None:
+    made = next(each for each in history(3, SchedulerSettings()) if isinstance(each.result, Placement))
+    line = json.loads(json.dumps(decision_to(made)))
+    for node in line["seen"]["nodes"]:
+        assert node.pop("longer_pace_class") == node["pace_class"]
+        assert node.pop("prefill_measured_ratio") == node["prefill_ratio"]
+    read = item_from(line)
+    assert isinstance(read, Decision)
+    assert decide_again(read, COST, SchedulerSettings()) == made.result

@@ -24,7 +24,7 @@ def test_each_node_is_in_one_class_and_classes_are_in_order_of_pace(seed: int) -
             known.pop(node, None)
         else:
             known[node] = exp(rng.gauss(0.0, 0.6))
-            classes.set(node, known[node])
+            classes.set(node, known[node], known[node])
         for each in range(12):
             assert sum(mask >> each & 1 for mask in classes.masks) == 1
     for node, ratio in known.items():
@@ -37,11 +37,11 @@ def test_a_node_that_goes_on_much_as_before_stays_in_its_class() -> None:
     classes = PaceClasses()
     assert classes.masks == EVERYBODY
     for ratio in (1.1, 0.9, 1.15, 0.87):
-        classes.set(3, ratio)
+        classes.set(3, ratio, ratio)
     assert classes.masks == EVERYBODY
-    classes.set(3, 3.0)
+    classes.set(3, 3.0, 3.0)
     assert len(classes.masks) == 2
-    classes.set(3, 1.0)
+    classes.set(3, 1.0, 1.0)
     assert classes.masks == EVERYBODY
 
 
