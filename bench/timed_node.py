@@ -72,7 +72,10 @@ class TimedDevice(StepRunner):
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._free_at_s = max(self._free_at_s, self._clock.now_s()) + self._seconds(plan)
-        return LaunchedStep(partial(self._result, plan, self._free_at_s))
+        ends_at_s = self._free_at_s
+        return LaunchedStep(
+            partial(self._result, plan, ends_at_s), is_over=lambda: self._clock.now_s() >= ends_at_s
+        )
 
     def _result(self, plan: StepPlan, ends_at_s: float) -> StepResult:
         self.due_s = ends_at_s

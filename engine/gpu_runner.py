@@ -34,7 +34,7 @@ from engine.cuda_graph import (
     StepGraphs,
     decode_ladder,
 )
-from engine.drawing import Drawer, reached_on_stream
+from engine.drawing import Drawer
 from engine.gpu_attention import HEADER_NUMBERS, step_header
 from engine.gpu_model import GpuModel
 from engine.kernels.sample_rows import sample_rows
@@ -135,7 +135,8 @@ class GpuRunner(StepRunner):
         if self._host_blocks is not None:
             self._host_blocks.move(plan.swaps)
         if not plan.entries:
-            return LaunchedStep(partial(_moved, reached_on_stream()))
+            ended = _ended()
+            return LaunchedStep(partial(_moved, ended.synchronize), is_over=ended.query)
         shape, header, captured = self._laid_out(plan)
         share: Share = nullcontext()
         if self._send_step is not None:
@@ -151,9 +152,9 @@ class GpuRunner(StepRunner):
         states = self._pooled_states(plan, shape, end)
         # Its mark comes behind the copy of the states.
         resolve = self._drawer.draw(plan, shape, end.logits, rows)
-        return LaunchedStep(
-            resolve if states is None else partial(_with_states, plan, resolve, states), groups
-        )
+        if states is not None:
+            resolve = partial(_with_states, plan, resolve, states)
+        return LaunchedStep(resolve, groups, _ended().query)
 
     def logits_of(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step before the first one is launched; return logits [num_entries, vocab_size].
@@ -248,6 +249,13 @@ class GpuRunner(StepRunner):
 
     def _run_captured(self, shape: StepShape, chunks: tuple[LongChunk, ...]) -> None:
         self._ended[shape] = self._run(shape, step_header(shape, chunks))
+
+
+def _ended() -> torch.Event:
+    """Mark the end of what is queued on the current GPU's current stream."""
+    ended = torch.Event("cuda")
+    ended.record()
+    return ended
 
 
 def _moved(wait: Callable[[], None]) -> StepResult:

@@ -48,9 +48,6 @@ Listener = Callable[[SequenceOutput], None]
 LaunchListener = Callable[[LaunchedChunk], None]
 StepObserver = Callable[[StepPlan, float, float], None]
 
-WAITED_S = 5e-4
-"""Seconds that a step is waited for, if it was: less when it had ended before somebody asked."""
-
 LATE = 1.25
 IN_TIME = LATE**-0.01
 """Factors of the time for planning and launching: by them one launch in a hundred is late, or that time is
@@ -78,8 +75,8 @@ class _Flight:
     launched_at_s: float
     landing: asyncio.Future[StepResult] | None = None
     """The result, once it is waited for."""
-    asked_at_s: float = 0.0
-    """When a thread began to wait for it."""
+    was_over: bool = False
+    """Whether it had ended before a thread waited for it."""
     next_planned_at_s: float | None = None
     """When the step after it is planned, once nothing is under way before it."""
     left_s: float = 0.0
@@ -94,7 +91,9 @@ class _Flight:
     def wait(self) -> StepResult:
         """Return its result when it has ended; runs on the device thread."""
         try:
-            return self.launched.result().resolve()
+            launched = self.launched.result()
+            self.was_over = launched.is_over()
+            return launched.resolve()
         except (StopIteration, asyncio.CancelledError, CancelledError) as error:
             # No future of asyncio takes the first; the others in one say that nobody waits for it.
             raise RuntimeError(f"a step ended with {type(error).__name__}") from error
@@ -354,11 +353,7 @@ class EngineLoop:
         self._release_landed()
 
     def _wait_in(self, waiting: Executor, flight: _Flight) -> asyncio.Future[StepResult]:
-        def wait() -> StepResult:
-            flight.asked_at_s = self._clock.now_s()
-            return flight.wait()
-
-        return asyncio.get_running_loop().run_in_executor(waiting, wait)
+        return asyncio.get_running_loop().run_in_executor(waiting, flight.wait)
 
     def _land(self, flight: _Flight, landing: asyncio.Future[StepResult]) -> None:
         self._flights.remove(flight)
@@ -393,12 +388,11 @@ class EngineLoop:
         planned sooner from now on, unless it was planned at once."""
         now_s, began_s = self._clock.now_s(), self._began_at_s(flight)
         predicted_s = self.scheduler.predicted_s(flight.plan)
-        was_waited_for = now_s - flight.asked_at_s > WAITED_S
-        if was_waited_for:
+        if not flight.was_over:
             self._launch_s = max(LAUNCH_S, self._launch_s * IN_TIME)
         elif flight.next_planned_at_s is not None and flight.next_planned_at_s > began_s:
             self._launch_s *= LATE
-        is_measured = was_waited_for or not 0.0 < predicted_s < now_s - began_s
+        is_measured = not (flight.was_over and 0.0 < predicted_s < now_s - began_s)
         self._ended_at_s = now_s if is_measured else began_s + predicted_s
         return self._ended_at_s - began_s, is_measured
 

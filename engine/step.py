@@ -144,6 +144,10 @@ class LayerGroup:
     """Blocks until they are complete, on any thread. Raises RuntimeError if the device failed."""
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step that is queued on the device."""
@@ -152,6 +156,8 @@ class LaunchedStep:
     """Blocks until the step has ended and returns its tokens; may raise anything."""
     layer_groups: tuple[LayerGroup, ...] = ()
     """All layers, in order; empty: their KV is complete when the step has ended."""
+    is_over: Callable[[], bool] = _never
+    """Returns at once whether the step has ended; False where only who waits for it knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,50 @@ def test_a_prompt_that_took_long_to_launch_began_when_the_step_before_it_ended()
     assert min(abs(started_at_s - begun_s) for begun_s in begun_at_s) < 2e-3
 
 
+class LateThread(SlowThread):
+    """Is heard a millisecond late, because whoever listens has other things to do."""
+
+    LATE_S = 1e-3
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **more: Any) -> Future[T]:
+        outcome = super().submit(fn, *args, **more)
+        if args:
+            return outcome  # a launch, which nobody waits for
+        loop, heard = asyncio.get_running_loop(), Future[T]()
+        outcome.add_done_callback(lambda done: loop.call_later(self.LATE_S, heard.set_result, done.result()))
+        return heard
+
+
+@pytest.mark.parametrize("launch_s", [0.012, 0.035, 0.06])
+def test_a_device_with_prompts_in_line_does_not_wait_for_a_loop_that_hears_of_steps_late(
+    launch_s: float,
+) -> None:
+    async def scenario(clock: VirtualLoop) -> tuple[list[float], float]:
+        pool, device = BlockPool(20_000), IdleDevice(COST, clock, 0.0)
+        scheduler = Scheduler(pool, 16, 4096, 8, 10_000)
+        loop = EngineLoop(device, scheduler, pool, clock, partial(LateThread, launch_s, 0.0, device))
+        loop.predict_steps(COST.step)
+        task = asyncio.create_task(loop.run())
+        ended, num_left = asyncio.Event(), 120
+
+        def listen(output: SequenceOutput) -> None:
+            nonlocal num_left
+            num_left -= output.finish_reason is not None
+            if not num_left:
+                ended.set()
+
+        for number in range(num_left):
+            loop.add(make_sequence(str(number), [number + 2] * 2048, 1), listen)
+        await ended.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return device.idle_s, clock.now_s()
+
+    waited, seconds = run(scenario)
+    assert len(waited) >= 60
+    assert sum(waited[1:]) < 0.02 * seconds
+
+
 def test_steps_are_planned_sooner_where_launching_takes_longer() -> None:
     waited = idle_s(0.012, 0.012, num_prompts=0, begins_launched=True)
     assert sum(waited[1:60]) > 0.01, "all were launched in time"
