@@ -80,4 +80,6 @@ async def wait_until_placed(
             waiter.turn.result()
     finally:
         queue.leave(item.request_id)
+        if waiter.turn.done():
+            waiter.turn.exception()  # seen: else the loop logs one that a cancelled request has not raised
         del waiter, error  # they may hold the error that leaves this frame, which the error holds
