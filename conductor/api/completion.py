@@ -37,7 +37,7 @@ from conductor.api.served_model import ServedModel
 from conductor.api.shares import Shares
 from conductor.api.text_stream import TextStream
 from conductor.api.tokenizer import Detokenizer
-from conductor.serving.generated import Generated, TokenGenerator
+from conductor.serving.generated import Consuming, EnoughError, Generated, TokenGenerator, enough
 
 MAX_BODIES = 32
 """Bodies of the greatest length whose bytes may be held at once; shorter ones may be more."""
@@ -234,7 +234,7 @@ class Completions:
         await self._idle.wait()
 
     async def generate(self, asked: TextRequest) -> AsyncGenerator[Piece, None]:
-        """Yield the answer. Consume under `contextlib.aclosing`: closing cancels.
+        """Yield the answer. Consume under `contextlib.aclosing`: closing cancels; `enough` does not.
 
         Raises:
             ServeError: any of its kinds, before the first piece or between two.
@@ -251,7 +251,7 @@ class Completions:
         most = PART_UNITS // token_units
         stream = TextStream(detokenizer, options.stop, options.include_stop, request.stop.min_tokens)
         with _Book(asked, self.metrics, self.clock) as book:
-            async with aclosing(self._dispatcher.generate(request)) as generated:
+            async with Consuming(self._dispatcher.generate(request)) as generated:
                 async for whole in generated:
                     for part in _parts(whole, most):
                         await self.turn(PIECE_UNITS + len(part.tokens) * token_units)
@@ -259,6 +259,8 @@ class Completions:
                         if part.prompt_logprobs is not None:
                             piece = piece._replace(prompt_logprobs=part.prompt_logprobs)
                         book.add(piece)
+                        if piece.finish_reason is not None and whole.finish_reason is None:
+                            await enough(generated)  # now: a client may take its time to read the piece
                         yield piece
                         if piece.finish_reason is not None:
                             return
@@ -338,6 +340,8 @@ class _Book:
         self._first_at_s = 0.0
         self._num_tokens = 0
         self._outcome = "cancelled"
+        self._is_over = False
+        """Whether the last token is in it."""
 
     def __enter__(self) -> _Book:
         self._metrics.running.inc()
@@ -350,6 +354,8 @@ class _Book:
     ) -> None:
         if isinstance(error, ServeError):
             self._fail(error)
+        elif isinstance(error, EnoughError) and not self._is_over:
+            self._end(FinishReason.STOP)
         self._metrics.running.dec()
         self._metrics.sequences.labels(self._outcome).inc()
 
@@ -362,8 +368,7 @@ class _Book:
         self._num_tokens += num_tokens
         metrics.generation_tokens.inc(num_tokens)
         if piece.finish_reason is not None:
-            self._outcome = piece.finish_reason.value
-            self._finish()
+            self._end(piece.finish_reason)
 
     def embedded(self, num_cached_tokens: int) -> None:
         """Note the vector, which is due when a first token would be."""
@@ -389,7 +394,8 @@ class _Book:
             self._metrics.rejections.labels(reason).inc()
             self._metrics.rejection_seconds.observe(self._clock.now_s() - self._asked.arrived_at_s)
 
-    def _finish(self) -> None:
+    def _end(self, reason: FinishReason) -> None:
+        self._outcome, self._is_over = reason.value, True
         now_s, arrived_at_s, slo = self._clock.now_s(), self._asked.arrived_at_s, self._asked.request.slo
         self._metrics.request_seconds.observe(now_s - arrived_at_s)
         self._metrics.request_generation_tokens.observe(self._num_tokens)

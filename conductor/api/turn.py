@@ -32,6 +32,7 @@ from conductor.api.prompt import MANY_CHARS_A_TOKEN, chat_token_ids
 from conductor.api.served_model import ServedModel
 from conductor.api.tokenizer import Detokenizer
 from conductor.api.tool_prompt import FAMILY
+from conductor.serving.generated import enough
 
 TAIL_TOKENS = 24
 """The end of a prompt that shows whether it opens reasoning."""
@@ -166,9 +167,12 @@ async def taken_apart(
                 piece = state.taken_apart(piece)
                 if state.is_spent and piece.finish_reason is None:
                     break
+                if piece.is_cut:
+                    await enough(pieces)
                 yield piece
                 if piece.finish_reason is not None:
                     return
+            await enough(pieces)
             yield piece
         inserted = _stop_thinking(completions.model, turn.form)
         events = state.pushed(_held_back(asked, state, completions.model) + turn.form.stop_thinking)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from base.block_hash import BlockHash
 from base.request import NodeId, RequestId
 from conductor.placing.placement import Placement, PlacementRequest
+from conductor.serving.generated import EnoughError
 from conductor.serving.nodes import Mailbox, NodeSession
 from conductor.serving.request_state import RequestState
 
@@ -79,6 +80,8 @@ class Attempt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.state.mailbox.close()
+        if isinstance(error, EnoughError):
+            self.state.stopped()
         for session, request_id in self._exchanges:
             session.end(request_id)
         if self.deadline is not None:

@@ -267,5 +267,9 @@ class RequestState:
             self.is_complete, self.outcome = True, finish_reason.value
         return Generated(tokens, finish_reason, self._num_cached_tokens, prompt_logprobs, embedding)
 
+    def stopped(self) -> None:
+        """Note that the tokens so far are all that is wanted, as where their text has a stop string."""
+        self.is_complete, self.outcome = True, FinishReason.STOP.value
+
     def _remaining_s(self) -> float:
         return max(0.0, self.give_up_at_s - self._clock.now_s())

@@ -41,6 +41,11 @@ async def chatting(model, text, **spoken_options):
         yield ask, api
 
 
+async def metrics_of(api):
+    async with httpx.AsyncClient(timeout=60) as client:
+        return (await client.get(f"{api.url}/metrics")).text
+
+
 async def put_together(stream):
     """The message that a client makes of a stream, and its finish reasons."""
     message = {"content": "", "reasoning_content": "", "calls": []}
@@ -100,6 +105,7 @@ async def test_one_call_alone_ends_the_answer(plain):
         message, _ = await put_together(await ask(tools=[ADD], parallel_tool_calls=False, stream=True))
         assert len(message["calls"]) == 1
         assert api.dispatcher.num_open == 0
+        assert 'conductor_sequences_total{outcome="stop"} 2.0' in await metrics_of(api)
 
 
 async def test_tools_and_their_results_are_given_to_the_template(tooled):
