@@ -179,7 +179,14 @@ class TcpMessageStream(asyncio.Protocol):
             self._transport.resume_reading()
         data = bytes(self._partial)
         self._partial.clear()
-        self._take_in(data, num_bytes)
+        is_done = False
+        try:
+            self._take_in(data, num_bytes)
+            is_done = True
+        finally:
+            if not is_done:
+                # A bug, for which the transport ends only what it has just read: the rest of `data` is lost.
+                self._transport.abort()
 
     def pause_writing(self) -> None:
         self._is_choked = True

@@ -205,6 +205,27 @@ async def test_a_bug_ends_the_link_and_is_told():
     assert [type(error) for error in told] == [type(error) for error in there.closings] == [AttributeError]
 
 
+async def test_a_bug_in_a_message_that_waited_for_its_turn_ends_the_link_and_is_told():
+    class Faulty(End):
+        def received(self, message):
+            super().received(message)
+            assert message != b"bad"
+
+    here, there = End(), Faulty()
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+    async with listening(there) as port:
+        await dial(here, f"127.0.0.1:{port}")
+        here.link.send(b"hello")
+        await until(lambda: there.messages)
+        sent = [b"x" * (2 * TURN_BYTES), b"bad", b"late"]
+        for message in sent:
+            here.link.send(message)
+        await until(lambda: here.closings)
+    assert there.messages == [b"hello", *sent[:2]]
+    assert ([type(error) for error in told], there.closings) == ([AssertionError], [None])
+
+
 async def test_who_does_not_read_is_cut_off_when_the_link_is_closed():
     there = End()
     async with listening(there) as port:
