@@ -180,7 +180,8 @@ async def taken_apart(
         if continued is None:
             yield state.between(FinishReason.LENGTH, [*events, *state.finished()], inserted)
             return
-        asked = continued
+        # Its books are its own: since the call arrived the first request was at work.
+        asked = continued._replace(arrived_at_s=completions.clock.now_s())
         yield state.between(None, events, inserted)
         state.is_spent = False
 
