@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base.clock import Busy
+
 
 class ManualClock:
     """A clock that moves by `advance` alone: tests and simulations."""
@@ -11,6 +13,10 @@ class ManualClock:
 
     def now_s(self) -> float:
         return self._now_s
+
+    def busy(self) -> Busy:
+        """Say that nobody works: what a thread does takes none of this time."""
+        return Busy(0.0, 0.0)
 
     def advance(self, seconds: float) -> None:
         """Move forward by `seconds`; raises ValueError if that is backwards."""

@@ -3,7 +3,9 @@
 import asyncio
 import random
 from contextlib import aclosing, asynccontextmanager
+from unittest.mock import patch
 
+from base import attach
 from base.attach import AttachClient
 from base.clock import SystemClock
 from base.config import SchedulerConfig, ServerConfig
@@ -20,7 +22,9 @@ from conductor.serving.dispatch import Dispatcher, RequestObserver
 from conductor.serving.membership import Membership
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
-LEASE = Registered(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
+PATIENCE_S = 600.0
+"""Longer than any machine stands still: no node and no request of a test is lost by a pause."""
+LEASE = Registered(lease_s=PATIENCE_S, heartbeat_s=0.2, conductor_epoch=1)
 
 
 class Watched(RequestObserver):
@@ -40,8 +44,7 @@ class Watched(RequestObserver):
 class Conductor:
     """A conductor's node side on a real port, and the scripted nodes attached to it."""
 
-    def __init__(self, server, waiting, settings, observers=()):
-        clock = SystemClock()
+    def __init__(self, server, waiting, settings, observers, clock):
         self.cost = cost = CostModel(load_profile("cpu-smollm2"))
         self.settings = settings
         self.view = ClusterView(cost, BLOCK_SIZE)
@@ -77,7 +80,8 @@ class Conductor:
         server = await listen(self.service.stream, listener, None)
         async with asyncio.TaskGroup() as self._group:
             try:
-                yield self
+                with patch.object(attach, "CONNECT_TIMEOUT_S", PATIENCE_S):
+                    yield self
             finally:
                 for task in self.clients.values():
                     task.cancel()
@@ -86,10 +90,14 @@ class Conductor:
 
 
 @asynccontextmanager
-async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, observers=(), **settings):
+async def conductor(
+    request_timeout_s=PATIENCE_S, role_wait_s=0.0, max_waiting=8, observers=(), clock=None, **settings
+):
+    """Run one. On a `ManualClock` no prediction of it comes true before the test says so."""
     server = ServerConfig(request_timeout_s=request_timeout_s)
     waiting = SchedulerConfig(max_waiting=max_waiting, role_wait_s=role_wait_s)
-    async with Conductor(server, waiting, SchedulerSettings(**settings), observers).serving() as running:
+    settings, clock = SchedulerSettings(**settings), clock or SystemClock()
+    async with Conductor(server, waiting, settings, observers, clock).serving() as running:
         yield running
 
 

@@ -22,6 +22,7 @@ from conductor.placing.placement import RejectReason
 from conductor.placing.scheduler_settings import RejectPolicy
 from tests.conductor.dispatching import STAGES, Stuck, answer, conductor, prefills, request, until
 from tests.conductor.scripted_node import GRANT, ScriptedWork, node_info
+from tests.manual_clock import ManualClock
 
 
 async def test_tokens_come_from_prefill_and_decode_in_order():
@@ -230,7 +231,7 @@ async def test_a_request_that_loses_every_node_it_meets_is_given_up():
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_role_that_is_lost_under_a_request_is_waited_for_and_no_token_is_lost(stage):
-    async with conductor(role_wait_s=5.0) as running:
+    async with conductor(role_wait_s=600.0) as running:
         nodes = Stuck(stage)
         await nodes.attach(running)
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
@@ -243,7 +244,7 @@ async def test_a_role_that_is_lost_under_a_request_is_waited_for_and_no_token_is
 
 
 async def test_requests_that_come_before_any_node_are_served_when_it_comes():
-    async with conductor(role_wait_s=5.0) as running:
+    async with conductor(role_wait_s=600.0) as running:
         asking = [
             asyncio.ensure_future(answer(running.dispatcher, request(request_id=f"r{number}")))
             for number in range(3)
@@ -257,7 +258,7 @@ async def test_requests_that_come_before_any_node_are_served_when_it_comes():
 
 
 async def test_while_a_node_has_enough_ahead_requests_wait_and_the_higher_class_goes_first():
-    async with conductor(ahead_s=0.0) as running:
+    async with conductor(ahead_s=0.0, clock=ManualClock()) as running:
         work = ScriptedWork(silent_on=Prefill)
         await running.attach(work)
         asking = [
@@ -275,7 +276,7 @@ async def test_while_a_node_has_enough_ahead_requests_wait_and_the_higher_class_
 
 
 async def test_a_waiting_request_that_leaves_leaves_nothing_behind():
-    async with conductor(role_wait_s=5.0) as running:
+    async with conductor(role_wait_s=600.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
         await until(lambda: len(running.dispatcher.queue) == 1)
         asking.cancel()
@@ -285,7 +286,7 @@ async def test_a_waiting_request_that_leaves_leaves_nothing_behind():
 
 
 async def test_too_many_waiting_lets_one_of_the_lowest_class_go():
-    async with conductor(role_wait_s=5.0, max_waiting=1) as running:
+    async with conductor(role_wait_s=600.0, max_waiting=1) as running:
         low = asyncio.ensure_future(answer(running.dispatcher, request(request_id="low", priority=-1)))
         await until(lambda: len(running.dispatcher.queue) == 1)
         high = asyncio.ensure_future(answer(running.dispatcher, request(request_id="high")))
@@ -297,12 +298,17 @@ async def test_too_many_waiting_lets_one_of_the_lowest_class_go():
 
 
 async def test_a_request_that_waits_in_vain_leaves_one_decision_that_comes_out_the_same_again():
-    async with conductor(ahead_s=0.0) as running:
+    clock = ManualClock()
+    async with conductor(ahead_s=0.0, clock=clock) as running:
         await running.attach(ScriptedWork(silent_on=Prefill))
         stuck = asyncio.ensure_future(answer(running.dispatcher, request(request_id="stuck")))
         await until(lambda: running.seen.made)
+        asked = request(request_id="vain", deadline_s=0.05)
+        vain = asyncio.ensure_future(answer(running.dispatcher, asked))
+        await until(lambda: len(running.dispatcher.queue) == 1)
+        clock.advance(0.05)
         with pytest.raises(DeadlineError):
-            await answer(running.dispatcher, request(request_id="vain", deadline_s=0.05))
+            await vain
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
         first, vain = running.seen.made
@@ -322,7 +328,7 @@ async def test_a_request_without_a_node_leaves_the_decision_that_placement_makes
 
 
 async def test_what_was_begun_is_not_let_go_however_many_wait():
-    async with conductor(max_waiting=1, role_wait_s=5.0) as running:
+    async with conductor(max_waiting=1, role_wait_s=600.0) as running:
         nodes = Stuck("lone Tokens")
         await nodes.attach(running)
         names = ("r", "s", "t")
@@ -335,7 +341,7 @@ async def test_what_was_begun_is_not_let_go_however_many_wait():
 
 
 async def test_a_ttft_bound_that_the_wait_breaks_is_refused_at_once_with_the_prediction():
-    async with conductor(ahead_s=0.0) as running:
+    async with conductor(ahead_s=0.0, clock=ManualClock()) as running:
         await running.attach(ScriptedWork(silent_on=Prefill))
         waiting = [
             asyncio.ensure_future(answer(running.dispatcher, request(request_id=f"r{number}")))

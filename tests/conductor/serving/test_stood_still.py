@@ -28,7 +28,7 @@ def given_up(address, **info):
 
 
 async def test_connections_that_nodes_gave_up_before_they_were_accepted_get_no_request():
-    async with conductor(role_wait_s=5.0) as running:
+    async with conductor(role_wait_s=600.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
         await until(lambda: len(running.dispatcher.queue) == 1)
         for number in range(8):
@@ -88,7 +88,7 @@ async def lose_unheard(running, count):
 
 
 async def test_an_attempt_that_ended_before_its_node_said_anything_is_not_one_of_the_four():
-    async with conductor(role_wait_s=5.0) as running:
+    async with conductor(role_wait_s=600.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
         await lose_unheard(running, MAX_IDLE)
         # and two that count
@@ -104,7 +104,7 @@ async def test_an_attempt_that_ended_before_its_node_said_anything_is_not_one_of
 
 
 async def test_attempts_without_a_word_are_bounded():
-    async with conductor(role_wait_s=5.0) as running:
+    async with conductor(role_wait_s=600.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
         await lose_unheard(running, MAX_IDLE + MAX_ATTEMPTS)
         with pytest.raises(LostError):
