@@ -10,7 +10,6 @@ from base.checksum import checksum
 from base.config import TransferConfig
 from base.request import NodeId
 from base.rpc import Port, start_server
-from kvstore import access
 from kvstore.client import BlockCache
 from kvstore.context import private_segment
 from kvstore.disk import opened
@@ -40,13 +39,13 @@ def unwrapped(transport):
 
 @contextmanager
 def patience():
-    """Let this process wait for an answer of a store as long as a busy machine takes to give it.
+    """Let this process wait for an answer of a store, and a tick for a disk, as long as a busy machine takes.
 
     A collection of all objects alone, in a process that ran many tests, takes longer than a call may.
     """
     with ExitStack() as stack:
-        for limit in ("CALL_TIMEOUT_S", "LEASE_TIMEOUT_S"):
-            stack.enter_context(patch.object(access, limit, None))
+        for limit in ("access.CALL_TIMEOUT_S", "access.LEASE_TIMEOUT_S", "store.UPKEEP_S"):
+            stack.enter_context(patch(f"kvstore.{limit}", None))
         yield
 
 

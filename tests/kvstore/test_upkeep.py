@@ -5,12 +5,13 @@ import os
 import threading
 from contextlib import asynccontextmanager, suppress
 from tempfile import TemporaryFile
+from unittest.mock import patch
 
 import pytest
 
 from kvstore.disk import DirectFile, DiskTier
 from kvstore.hosting import keep_up
-from kvstore.store import LEASE_S
+from kvstore.store import LEASE_S, UPKEEP_S
 from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, running_cluster, save
 from transfer.owned.board import PeerBoard
 
@@ -25,10 +26,11 @@ async def cluster():
 
 @asynccontextmanager
 async def kept_up(store):
-    """The store is kept up during the body."""
+    """The store is kept up during the body, which waits for what hangs as long as any store does."""
     keeping = asyncio.create_task(keep_up(store))
     try:
-        yield
+        with patch("kvstore.store.UPKEEP_S", UPKEEP_S):
+            yield
     finally:
         keeping.cancel()
         with suppress(asyncio.CancelledError):
