@@ -183,7 +183,7 @@ async def parts(runner_class=CountingRunner, **role_classes):
         await part.agent.close()
 
 
-def work(num_tokens=40, max_tokens=3, deadline_s=10.0, name="r", generated=()):
+def work(num_tokens=40, max_tokens=3, deadline_s=60.0, name="r", generated=()):
     prompt = tuple(range(100, 100 + num_tokens))
     return Work(
         request_id=name,

@@ -57,7 +57,7 @@ class LendingNode(RankedNode):
         self.pool.release(block_ids)
 
     async def lent(self, first=0, chain=CHAIN):
-        self.lender.lend(Lend("lend", chain, 10.0, first))
+        self.lender.lend(Lend("lend", chain, 60.0, first))
         told = await asyncio.wait_for(self.sent.get(), 60)
         if isinstance(told, Failed):
             return told
@@ -116,7 +116,7 @@ async def test_what_one_node_computed_another_has_by_its_own_ranks(lender, borro
         assert await cold.load(await warm.lent()) == 4
         assert cold.has(warm.whole)
         # and goes on from there
-        cold.lender.lend(Lend("on", CHAIN, 10.0))
+        cold.lender.lend(Lend("on", CHAIN, 60.0))
         assert isinstance(await asyncio.wait_for(cold.sent.get(), 60), Lent)
 
 
@@ -189,5 +189,5 @@ async def test_a_load_that_is_cancelled_at_any_moment_holds_nothing():
 async def test_without_a_store_nothing_is_lent():
     sent = asyncio.Queue()
     async with asyncio.TaskGroup() as group:
-        Lender(None, group, sent.put_nowait).lend(Lend("lend", CHAIN, 10.0))
+        Lender(None, group, sent.put_nowait).lend(Lend("lend", CHAIN, 60.0))
         assert (await sent.get()).reason == "LostError"

@@ -25,7 +25,7 @@ from transfer.shard import NodeKv
 def ask(prefill, decode, **fields):
     """Ask for a prompt of ten chunks; return the grant to write it."""
     offsets = [LAYOUT.offset(block) for block in range(10)]
-    grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
+    grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 60.0)
     hand_over(prefill.role, work(num_tokens=150, **fields), grant, decode.agent.descriptor)
     return grant
 

@@ -225,7 +225,7 @@ async def test_a_request_that_ends_while_its_prefix_comes_leaves_nothing():
                 forget(warm)
                 asked = work(num_tokens=80, name=f"r{num_turns}")
                 offsets = [LAYOUT.offset(block) for block in range(5)]
-                grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
+                grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 60.0)
                 hand_over(warm.role, asked, grant, decode.agent.descriptor)
                 for _ in range(num_turns):
                     await asyncio.sleep(0)
@@ -241,7 +241,7 @@ async def test_a_request_that_ends_while_its_prefix_comes_leaves_nothing():
 async def prefilled(part, decode, asked, source=None):
     num_blocks = LAYOUT.num_blocks(len(asked.token_ids))
     offsets = [LAYOUT.offset(block) for block in range(num_blocks)]
-    grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
+    grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 60.0)
     hand_over(part.role, asked, grant, decode.agent.descriptor, source=source)
     answer = await part.said(Prefilled)
     await part.role.tasks.idle()
@@ -251,7 +251,7 @@ async def prefilled(part, decode, asked, source=None):
 
 
 async def lent(warm, first, end, name="lend"):
-    warm.lender.lend(Lend(name, tuple(CHAIN[:end]), 10.0, first))
+    warm.lender.lend(Lend(name, tuple(CHAIN[:end]), 60.0, first))
     told = await warm.said(Lent)
     return Source(warm.agent.descriptor, told.grant, told.checksums, first)
 
@@ -298,7 +298,7 @@ async def test_a_prefix_that_cannot_be_loaded_is_computed(three, trouble):
 
 async def test_blocks_that_are_gone_are_not_lent(three):
     warm, _, _ = three
-    warm.lender.lend(Lend("lend", tuple(CHAIN[:2]), 10.0))
+    warm.lender.lend(Lend("lend", tuple(CHAIN[:2]), 60.0))
     assert (await warm.said(Failed)).reason == "LostError"
 
 

@@ -30,7 +30,7 @@ async def both():
 def granted(decode, num_blocks, first=0):
     """Return a grant for blocks of the decode node's memory, highest first."""
     offsets = [LAYOUT.offset(11 - index) for index in range(first, num_blocks)]
-    return decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
+    return decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 60.0)
 
 
 def ask(prefill, decode, asked, grant, first_block=0):
