@@ -15,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = "CONDUCTOR_TEST_RUN"
+NUM_SHARES = 16
+"""Parts of the free ports; as many workers have one alone."""
+returned_ports: set[int] = set()
 
 
 def marked_environment(**more: str) -> dict[str, str]:
@@ -59,12 +62,18 @@ def wait_gone(pid: int, timeout_s: float) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody has, of those that neither the kernel nor Ray gives to anybody."""
+    """Return ports that nobody has, of those that neither the kernel nor Ray gives to anybody.
+
+    None is returned twice: who asked before may not listen yet. Each of xdist's workers has ports of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     free: list[int] = []
     while len(free) < count:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            free += [port] * (port not in free)
+        port = random.SystemRandom().randrange(20_000 + worker % NUM_SHARES, 32_000, NUM_SHARES)
+        if port not in returned_ports:
+            returned_ports.add(port)
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                free.append(port)
     return free
 
 
