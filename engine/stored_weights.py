@@ -141,18 +141,16 @@ class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
         path = self.quantization_config.path
         ignored: set[str] = set(model._keys_to_ignore_on_load_unexpected or ())
-        headers = {
-            name: header
-            for name, header in layer_headers(Path(path)).items()
-            if not any(re.search(pattern, name) for pattern in ignored)
-        }
+        headers = layer_headers(Path(path))
         found = set(headers)
         take_stored(model, headers)
         model._keys_to_ignore_on_load_unexpected = ignored | set(map(_pattern_of, found - headers.keys()))
-        if headers:
+        # Of what is left: GLM-4.5 has a layer of the number that its smaller sibling does not read.
+        left = [name for name in headers if not any(re.search(pattern, name) for pattern in ignored)]
+        if left:
             raise ConfigError(
-                f"{path}: {len(headers)} tensors of few bits belong to no linear layer of the family, the "
-                f"first is {min(headers)}: embeddings, and experts with biases or a gate of their own, "
+                f"{path}: {len(left)} tensors of few bits belong to no linear layer of the family, the "
+                f"first is {min(left)}: embeddings, and experts with biases or a gate of their own, "
                 "cannot be served"
             )
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import DeepseekV3ForCausalLM, PreTrainedModel
 
 from base.clock import SystemClock
 from base.config import EngineConfig
@@ -145,6 +145,16 @@ def test_layers_that_the_family_does_not_read_are_left_out(tmp_path: Path) -> No
     edited(folder, add_one_of_another_head)
     assert config["num_hidden_layers"] == 2
     load_model(folder, torch.float32)
+
+
+def test_a_layer_that_the_family_reads_in_a_larger_model_alone_is_read_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GLM-4.5 has 92 layers, and of its family layer 46 is left out: GLM-4.5-Air has 46.
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*"])
+    folder = publish(tmp_path, "deepseek_v3", "channels")
+    expected = logits_of(load_model(folder / "floats", torch.float32))
+    torch.testing.assert_close(logits_of(load_model(folder, torch.float32)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_of_which_some_have_few_bits_are_refused(tmp_path: Path) -> None:
