@@ -237,11 +237,29 @@ def first_run() -> Iterator[None]:
 
 
 def num_positions(config: Any) -> int:
-    """Return the positions that a model was made for; raises ConfigError if its configuration has none."""
+    """Return the positions that a model can be served with: those that it was made for, with one exception.
+
+    Of `longrope` (Phi-3, Phi-4-mini) these are the ones before all keys of a sequence turn otherwise: KV that
+    is kept of a chunk or a prefix would be of other angles than what comes after it.
+
+    Raises ConfigError if the configuration has none."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
         raise ConfigError(f"config.json: max_position_embeddings is {found!r}; a number of tokens is wanted")
-    return found
+    return min([found, *_angle_changes(config)])
+
+
+def _angle_changes(config: Any) -> list[int]:
+    """Return the positions from which rotary embeddings have other angles, for all of a sequence."""
+    rules = getattr(config, "rope_parameters", None) or {}
+    # Of some families there is one for each type of layer.
+    of_types = [rule for rule in rules.values() if isinstance(rule, dict)]
+    found = [
+        rule.get("original_max_position_embeddings")
+        for rule in (rules, *of_types)
+        if rule.get("rope_type") == "longrope"
+    ]
+    return [position for position in found if isinstance(position, int)]
 
 
 def _require_backend(model: PreTrainedModel, family: str) -> None:

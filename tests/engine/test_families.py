@@ -147,6 +147,20 @@ def test_a_family_that_drops_the_batch_is_refused_by_name() -> None:
         PagedModel(random_model("nemotron"))
 
 
+async def test_a_family_whose_angles_change_in_long_sequences_is_served_until_they_do() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rule = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    model = random_model("phi3", original_max_position_embeddings=64, rope_parameters=rule)
+    paged = make_model(model)
+    assert paged.max_model_len == 64
+    prompts = [prompt[:52] for prompt in prompts_of(seed=1)]
+    expected = [reference(model, prompt, 12) for prompt in prompts]
+    loop = make_loop(paged, chunk_tokens=23)
+    assert await greedy(loop, prompts, 12) == expected
+    (cut,) = await greedy(loop, [prompts[1]], 20)
+    assert len(cut) == 12, "the thirteenth would lie past the change"
+
+
 def test_a_hybrid_that_keeps_other_state_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'minimax' cannot be served"):
         make_model(random_model("minimax", num_local_experts=4, block_size=16, **EXPERTS))
