@@ -8,7 +8,8 @@ So one adapter serves a hundred families, and no model is written here.
 Declaring the backend is not enough: some hybrids declare it and call it for part of their layers, others drop
 the argument. None of them raises. Therefore a model has to prove itself at start: `engine/self_check.py`.
 
-No mask function is registered: transformers then builds no mask, and one row may hold many sequences.
+No mask function is registered: transformers then builds no mask, and one row may hold many sequences. But in
+a model's first run there is one, which shows whether a layer's mask and its attention have the same window.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from base.errors import ConfigError
 from base.kv_layout import KvField, KvLayout
@@ -41,6 +42,11 @@ from engine.quantized_weight import FLOATS
 
 ATTENTION_NAME = "conductor_paged"
 """Name of our attention function in a model's configuration."""
+
+FIRST_NAME = "conductor_first_run"
+"""Name of it while a model first runs: layers get masks, which say by which window the family hides keys."""
+
+OWN_MASKS = "its layers make attention masks of their own, which is not supported"
 
 MIN_BLOCK_SIZE = 16
 
@@ -117,8 +123,11 @@ class PagedModel:
         self.hidden = HiddenStates(model.base_model)
         show_latents(model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
-        model.set_attn_implementation(ATTENTION_NAME)
+        AttentionInterface.register(FIRST_NAME, _first_attention)
+        AttentionMaskInterface.register(FIRST_NAME, _window_mask)
+        model.set_attn_implementation(FIRST_NAME)
         self.shape = self._find_shape()
+        model.set_attn_implementation(ATTENTION_NAME)
 
     def keep_stage(self, stage: Stage, layers: range) -> None:
         """Keep these layers, and from here on compute batches together with the other stages.
@@ -157,23 +166,20 @@ class PagedModel:
     @torch.inference_mode()
     def _find_shape(self) -> KvLayout:
         """Run two tokens and see what each layer brings."""
-        seen: dict[int, tuple[int, Rows]] = {}
-
-        def look(query: torch.Tensor, call: LayerCall) -> torch.Tensor:
-            rows, heads = call.rows, call.heads
-            seen[call.layer] = (query.shape[1] if heads else rows["key"].shape[1], rows)
-            return query.new_zeros((*query.shape[:2], heads.value_dim if heads else rows["value"].shape[2]))
-
+        first = _FirstRun(self.max_model_len)
         token_ids = torch.tensor([[0, 1]], device=self.device)
         try:
             with first_run():
-                self._run(token_ids, token_ids, token_ids[0, 1:], look)
+                self._run(token_ids, token_ids, token_ids[0, 1:], first)
+            first.require_windows()
+        except ConfigError as error:
+            raise ConfigError(f"model family {self.family!r} cannot be served: {error}") from error
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"model family {self.family!r} cannot be served: it does not hand the batch "
                 f"on to its attention ({type(error).__name__}: {error})"
             ) from error
-        layers = sorted(seen)
+        seen, layers = first.seen, sorted(first.seen)
         heads = {num_heads for num_heads, _ in seen.values()}
         names = {tuple(rows) for _, rows in seen.values()}
         if not layers or layers != list(range(len(layers))) or len(heads) != 1 or len(names) != 1:
@@ -197,6 +203,63 @@ class PagedModel:
         )
 
 
+class _FirstRun:
+    """The attention of a model's first run, which attends to nothing and remembers what layers bring."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self.seen: dict[int, tuple[int, Rows]] = {}
+        """Number of KV heads, and what is kept of two tokens, by layer."""
+        self.masks: dict[int, tuple[torch.Tensor | None, int]] = {}
+        """Mask of `_window_mask`, and the window that attention is given, by layer."""
+
+    def __call__(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        rows, heads = call.rows, call.heads
+        self.seen[call.layer] = (query.shape[1] if heads else rows["key"].shape[1], rows)
+        return query.new_zeros((*query.shape[:2], heads.value_dim if heads else rows["value"].shape[2]))
+
+    def require_windows(self) -> None:
+        """Raise ConfigError unless each layer's mask is that of the window which its attention knows.
+
+        The self-check is shorter than most windows, and would not see the difference."""
+        for mask, window in self.masks.values():
+            wanted = 0 if mask is None else int(mask.max())
+            if mask is not None and (mask.dtype != torch.int64 or int(mask.min()) != wanted):
+                raise ConfigError(OWN_MASKS)
+            if len({0 if size >= self._max_model_len else size for size in (wanted, window)}) > 1:
+                raise ConfigError(
+                    f"the mask of a layer has a window of {wanted} tokens, its attention {window}; 0: none"
+                )
+
+
+def _window_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    device: torch.device,
+    local_size: int | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Return a mask whose every number is the window that transformers would hide by, 0: none.
+
+    These are whole numbers, which no mask has that a layer makes."""
+    return torch.full((batch_size, 1, q_length, kv_length), local_size or 0, device=device)
+
+
+def _first_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as `_attention` in a first run, where masks are those of `_window_mask`."""
+    layer: Any = module.layer_idx
+    arguments["paged"].masks[layer] = attention_mask, arguments.get("sliding_window") or 0
+    return _attention(module, query, key, value, None, **arguments)
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -208,14 +271,22 @@ def _attention(
     """Attend for transformers' layers, which call this with tensors [1, heads, num_tokens, dim].
 
     The names of the arguments are transformers'; a family leaves out what it does not have.
+
+    Raises ConfigError for a mask, which a layer has made itself: the self-check may not see what it hides.
+    And for keys that are not one for each token, such as those of DeepSeek V4's layers that compress.
     """
     paged: Attend = arguments["paged"]
+    if attention_mask is not None:
+        raise ConfigError(OWN_MASKS)
     rule = AttentionRule(
         scale=arguments.get("scaling") or query.shape[-1] ** -0.5,
         sliding_window=arguments.get("sliding_window") or 0,
         soft_cap=arguments.get("softcap") or 0.0,
     )
     query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    if len(key) != len(query):
+        name = type(module).__name__
+        raise ConfigError(f"{name} attends to other keys than those of its tokens, which is not supported")
     layer: Any = module.layer_idx
     heads = heads_of(module)
     rows = {"key": key, "value": value} if heads is None else heads.take(key)

@@ -147,6 +147,32 @@ def test_a_family_that_drops_the_batch_is_refused_by_name() -> None:
         PagedModel(random_model("nemotron"))
 
 
+def test_a_family_that_makes_masks_of_its_own_is_refused_by_name() -> None:
+    # Its window is longer than what the self-check computes, which sees no difference.
+    model = random_model("doge", keep_window_size=100)
+    with pytest.raises(ConfigError, match="'doge' cannot be served: its layers make attention masks"):
+        PagedModel(model)
+
+
+def test_a_family_that_attends_to_keys_of_no_token_is_refused_by_name() -> None:
+    changes = {"num_key_value_heads": 1, "q_lora_rank": 32, "sliding_window": 24, **EXPERTS}
+    model = random_model("deepseek_v4", num_hidden_layers=4, n_routed_experts=4, **changes)
+    with pytest.raises(
+        ConfigError, match="DeepseekV4Attention attends to other keys than those of its tokens"
+    ):
+        make_model(model)
+
+
+def test_a_window_that_a_mask_has_and_attention_does_not_is_refused_by_name() -> None:
+    changes = {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS, "sliding_window": 100}
+    make_model(random_model("qwen2_moe", **changes))
+    windows = random_model("qwen2_moe", **changes, use_sliding_window=True, max_window_layers=1)
+    with pytest.raises(ConfigError, match=r"'qwen2_moe' cannot be served: the mask .* a window of 100"):
+        PagedModel(windows)
+    longer = changes | {"sliding_window": SMALL["max_position_embeddings"]}
+    make_model(random_model("qwen2_moe", **longer, use_sliding_window=True, max_window_layers=1))
+
+
 async def test_a_family_whose_angles_change_in_long_sequences_is_served_until_they_do() -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rule = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
