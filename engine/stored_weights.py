@@ -144,6 +144,12 @@ class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
         headers = layer_headers(Path(path))
         found = set(headers)
         take_stored(model, headers)
+        is_tied = model.config.get_text_config().tie_word_embeddings
+        if is_tied and isinstance(model.get_output_embeddings(), Stored):
+            raise ConfigError(
+                f"{path}: config.json: tie_word_embeddings is true, and the output head has few bits of its "
+                "own: say false"
+            )
         model._keys_to_ignore_on_load_unexpected = ignored | set(map(_pattern_of, found - headers.keys()))
         # Of what is left: GLM-4.5 has a layer of the number that its smaller sibling does not read.
         left = [name for name in headers if not any(re.search(pattern, name) for pattern in ignored)]

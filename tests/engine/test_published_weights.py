@@ -300,3 +300,18 @@ def test_few_bits_of_what_is_no_linear_layer_are_refused(tmp_path: Path) -> None
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"no linear layer.*experts\.0\.up_proj"):
         load_model(tmp_path, torch.float32)
+
+
+def test_a_head_of_few_bits_that_config_json_ties_to_embeddings_is_refused_by_the_key(tmp_path: Path) -> None:
+    publish(tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    parts, _ = gptq(64, 128)
+    tensors |= {f"lm_head.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, file, {"format": "pt"})
+    load_model(tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ConfigError, match="tie_word_embeddings is true, and the output head has few bits"):
+        load_model(tmp_path, torch.float32)
