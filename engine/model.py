@@ -36,7 +36,7 @@ from engine.attention import (
 from engine.batch import Batch
 from engine.latent_attention import Keep, LayerCall, Rows, heads_of, kept_latents, show_latents
 from engine.paged_cache import PagedCache
-from engine.pipeline import Stage, cut_to_stage, run_stage
+from engine.pipeline import Stage, cut_to_stage, layers_of, run_stage
 from engine.pooling import HiddenStates
 from engine.quantized_weight import FLOATS
 
@@ -133,6 +133,11 @@ class PagedModel:
         """Keep these layers, and from here on compute batches together with the other stages.
 
         Raises ConfigError if the family cannot be cut so."""
+        if len(layers_of(self.module)) != self.shape.num_layers:
+            raise ConfigError(
+                f"pipeline parallel: model family {self.family!r} attends {self.shape.num_layers} times in "
+                f"{len(layers_of(self.module))} layers, which cannot be cut"
+            )
         cut_to_stage(self.module, layers)
         self.shape = replace(self.shape, num_layers=len(layers))
         self._stage = stage

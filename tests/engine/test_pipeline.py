@@ -19,11 +19,12 @@ from base.request import FinishReason, SamplingParams
 from engine.arrivals import PrefixArrivals
 from engine.build import build_engine
 from engine.model import PagedModel
-from engine.pipeline import cut_to_stage, layers_of, split_layers
+from engine.pipeline import Stage, cut_to_stage, layers_of, split_layers
 from engine.rank_group import GroupShape
 from engine.runner import StepRunner
 from tests.engine.builders import ROOT, make_loop, make_sequence, run_sequences
 from tests.engine.stages import Stages, deep_llama
+from tests.engine.test_families import random_model
 from tests.engine.test_gpu_model import make_family
 from tests.kinds_of_kv import KINDS
 
@@ -336,3 +337,12 @@ def test_a_stage_that_dies_ends_its_steps_as_failed_and_whoever_waits_is_told(fa
 def test_a_family_whose_layers_cannot_be_cut_out_is_refused_by_name():
     with pytest.raises(ConfigError, match="'gpt2' has no `layers`"):
         cut_to_stage(make_family("gpt2"), range(1))
+
+
+def test_a_family_whose_layers_attend_twice_is_refused_by_name():
+    latents = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    sizes = {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2}
+    more = {**latents, **sizes, "n_routed_experts": 4, "zero_expert_num": 0, "num_key_value_heads": 4}
+    model = PagedModel(random_model("longcat_flash", q_lora_rank=32, head_dim=8, **more))
+    with pytest.raises(ConfigError, match="'longcat_flash' attends 2 times in 1 layers"):
+        model.keep_stage(Stage(0, None, None), range(1))
