@@ -147,7 +147,18 @@ def _trained_len(text_config: Mapping[str, Any], tokenizer_config: Mapping[str, 
     for name, value in (("max_position_embeddings", positions), ("model_max_length", tokenizer_len)):
         if not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(f"{name}: a number of tokens is wanted, not {value!r:.100}")
-    return int(min(filter(None, (positions, tokenizer_len)))) if positions else 0
+    limits = filter(None, (positions, tokenizer_len, _same_angles_len(text_config)))
+    return int(min(limits)) if positions else 0
+
+
+def _same_angles_len(text_config: Mapping[str, Any]) -> int:
+    """Return the tokens up to which `longrope` turns keys alike, as `engine/model.py` serves; 0: no bound."""
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return 0
+    name = "original_max_position_embeddings"
+    found = rope.get(name, text_config.get(name))
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _eos_token_ids(

@@ -67,6 +67,25 @@ def test_language_model_of_a_multimodal_one_is_one_level_down(folder):
     assert (model.max_model_len, model.vocab_size) == (99, 5)
 
 
+@pytest.mark.parametrize(
+    ("rope", "beside"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, {}),
+        ({"rope_scaling": {"type": "longrope"}}, {"original_max_position_embeddings": 64}),
+        ({"rope_scaling": {"type": "su"}}, {"original_max_position_embeddings": 64}),
+    ],
+)
+def test_a_long_rope_is_served_up_to_where_its_angles_change(folder, rope, beside):
+    edit(folder / "config.json", max_position_embeddings=999, **rope, **beside)
+    assert load_served_model(folder, "m").max_model_len == 64
+
+
+def test_another_scaling_of_positions_bounds_nothing(folder):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    edit(folder / "config.json", max_position_embeddings=999, rope_scaling=rope)
+    assert load_served_model(folder, "m").max_model_len == 999
+
+
 def test_default_one_of_several_chat_templates_is_used(folder):
     (folder / "chat_template.jinja").unlink()
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
