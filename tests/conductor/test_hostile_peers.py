@@ -10,7 +10,9 @@ import contextlib
 import itertools
 import logging
 import socket
+from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -25,6 +27,7 @@ from conductor.api import http_connection
 from conductor.api.http_reply import to_json
 from conductor.serving.generated import Generated
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
+from tests.conductor import dispatching
 from tests.conductor.dispatching import conductor
 from tests.conductor.fakes import serving, spoken
 from tests.conductor.scripted_node import ScriptedWork
@@ -446,5 +449,6 @@ async def test_no_message_of_a_node_harms_the_others():
 
 
 async def test_a_node_that_says_half_a_message_and_no_more_is_let_go_after_the_lease():
-    async with conductor() as running:
-        assert await refused(running.address, framed(registered(node_id="x"))[:-1]) == b""
+    with patch.object(dispatching, "LEASE", replace(dispatching.LEASE, lease_s=1.0)):
+        async with conductor() as running:
+            assert await refused(running.address, framed(registered(node_id="x"))[:-1]) == b""

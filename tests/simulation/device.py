@@ -14,7 +14,7 @@ import numpy as np
 from base.kv_layout import head_layout
 from base.request import Pooling, SampledToken
 from engine.runner import StepRunner
-from engine.step import LayerGroup, StepResult
+from engine.step import LaunchedStep, LayerGroup, StepResult
 from tests.simulation.grammars import VOCAB, begun, next_token
 
 LAYOUT = head_layout(num_layers=2, num_heads=1, head_dim=1, block_size=16, dtype="float32")
@@ -178,8 +178,8 @@ class LaunchingDevice(StepRunner):
         self._last = None
 
     def launch(self, plan):
-        self._last = _Launched(self._device, plan, self._last)
-        return self._last
+        self._last = step = _Launched(self._device, plan, self._last)
+        return LaunchedStep(step.resolve, step.layer_groups)
 
 
 class _Launched:
