@@ -80,7 +80,7 @@ def test_grpc_shows_the_same_of_a_prompt_to_two_choices_that_say_the_same(cluste
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_greedy_tokens_equal_those_of_generate_on_thirty_prompts(cluster, model, tokenizer):
     prompts = token_prompts(tokenizer, all_prompts())
     prompts.append(prompts[0][:1])
