@@ -8,8 +8,8 @@ So one adapter serves a hundred families, and no model is written here.
 Declaring the backend is not enough: some hybrids declare it and call it for part of their layers, others drop
 the argument. None of them raises. Therefore a model has to prove itself at start: `engine/self_check.py`.
 
-No mask function is registered: transformers then builds no mask, and one row may hold many sequences. But in
-a model's first run there is one, which shows whether a layer's mask and its attention have the same window.
+No mask function is registered: transformers then builds no mask, and one row may hold many sequences. A model
+first runs so, and once with masks, which show whether those of a layer and its attention have one window.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ class PagedModel:
         AttentionInterface.register(ATTENTION_NAME, _attention)
         AttentionInterface.register(FIRST_NAME, _first_attention)
         AttentionMaskInterface.register(FIRST_NAME, _window_mask)
-        model.set_attn_implementation(FIRST_NAME)
         self.shape = self._find_shape()
         model.set_attn_implementation(ATTENTION_NAME)
 
@@ -170,12 +169,14 @@ class PagedModel:
 
     @torch.inference_mode()
     def _find_shape(self) -> KvLayout:
-        """Run two tokens and see what each layer brings."""
+        """Run two tokens and see what each layer brings: without masks, as ever after, and with some."""
         first = _FirstRun(self.max_model_len)
         token_ids = torch.tensor([[0, 1]], device=self.device)
         try:
             with first_run():
-                self._run(token_ids, token_ids, token_ids[0, 1:], first)
+                for name in (ATTENTION_NAME, FIRST_NAME):
+                    self.module.set_attn_implementation(name)
+                    self._run(token_ids, token_ids, token_ids[0, 1:], first)
             first.require_windows()
         except ConfigError as error:
             raise ConfigError(f"model family {self.family!r} cannot be served: {error}") from error

@@ -154,6 +154,13 @@ def test_a_family_that_makes_masks_of_its_own_is_refused_by_name() -> None:
         PagedModel(model)
 
 
+def test_a_family_whose_layers_read_a_mask_is_refused_by_name() -> None:
+    # An indexer reads it, and no mask is made once the model serves.
+    model = random_model("deepseek_v32", **LATENTS | {"q_lora_rank": 32})
+    with pytest.raises(ConfigError, match="'deepseek_v32' cannot be served: it does not hand the batch on"):
+        PagedModel(model)
+
+
 def test_a_family_that_attends_to_keys_of_no_token_is_refused_by_name() -> None:
     changes = {"num_key_value_heads": 1, "q_lora_rank": 32, "sliding_window": 24, **EXPERTS}
     model = random_model("deepseek_v4", num_hidden_layers=4, n_routed_experts=4, **changes)
