@@ -154,11 +154,17 @@ def _trained_len(text_config: Mapping[str, Any], tokenizer_config: Mapping[str, 
 def _same_angles_len(text_config: Mapping[str, Any]) -> int:
     """Return the tokens up to which `longrope` turns keys alike, as `engine/model.py` serves; 0: no bound."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling")
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
-        return 0
+    # Of some families there is one for each type of layer.
+    rules = [rope, *rope.values()] if isinstance(rope, dict) else []
     name = "original_max_position_embeddings"
-    found = rope.get(name, text_config.get(name))
-    return found if isinstance(found, int) and found > 0 else 0
+    # Where both name it, transformers goes by the outer one for some families: the least is served by all.
+    found = [
+        at.get(name)
+        for rule in rules
+        if isinstance(rule, dict) and rule.get("rope_type", rule.get("type")) in ("longrope", "su")
+        for at in (rule, text_config)
+    ]
+    return min((value for value in found if isinstance(value, int) and value > 0), default=0)
 
 
 def _eos_token_ids(

@@ -73,6 +73,23 @@ def test_language_model_of_a_multimodal_one_is_one_level_down(folder):
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, {}),
         ({"rope_scaling": {"type": "longrope"}}, {"original_max_position_embeddings": 64}),
         ({"rope_scaling": {"type": "su"}}, {"original_max_position_embeddings": 64}),
+        (
+            {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 128}},
+            {"original_max_position_embeddings": 64},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": None}},
+            {"original_max_position_embeddings": 64},
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64},
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+            {},
+        ),
     ],
 )
 def test_a_long_rope_is_served_up_to_where_its_angles_change(folder, rope, beside):
