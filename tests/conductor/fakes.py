@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from base.clock import SystemClock
@@ -171,6 +172,10 @@ class Api:
     @property
     def grpc_address(self) -> str:
         return f"127.0.0.1:{self.ports.grpc_port}"
+
+    async def metrics(self) -> str:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            return (await client.get(f"{self.url}/metrics")).text
 
 
 @asynccontextmanager

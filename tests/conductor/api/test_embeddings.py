@@ -190,8 +190,7 @@ async def test_they_are_counted_apart_from_tokens(vectored):
     async with serving(vectored, script) as api:
         await post(api, input=[[5, 6], [7]])
         assert (await post(api, input=[9])).status_code == 429
-        async with httpx.AsyncClient(trust_env=False) as client:
-            text = (await client.get(f"{api.url}/metrics")).text
+        text = await api.metrics()
     found = {name: value for name, labels, value in samples_of(text) if not labels}
     assert found["conductor_embedding_seconds_count"] == found["conductor_good_sequences_total"] == 2
     assert found["conductor_prompt_tokens_total"] == 3

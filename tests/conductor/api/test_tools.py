@@ -35,15 +35,9 @@ async def chatting(model, text, **spoken_options):
     ):
 
         async def ask(**body):
-            body = {"model": MODEL, "messages": [QUESTION], **body}
-            return await client.chat.completions.create(**body)
+            return await client.chat.completions.create(**{"model": MODEL, "messages": [QUESTION], **body})
 
         yield ask, api
-
-
-async def metrics_of(api):
-    async with httpx.AsyncClient(timeout=60) as client:
-        return (await client.get(f"{api.url}/metrics")).text
 
 
 async def put_together(stream):
@@ -105,7 +99,7 @@ async def test_one_call_alone_ends_the_answer(plain):
         message, _ = await put_together(await ask(tools=[ADD], parallel_tool_calls=False, stream=True))
         assert len(message["calls"]) == 1
         assert api.dispatcher.num_open == 0
-        assert 'conductor_sequences_total{outcome="stop"} 2.0' in await metrics_of(api)
+        assert 'conductor_sequences_total{outcome="stop"} 2.0' in await api.metrics()
 
 
 async def test_tools_and_their_results_are_given_to_the_template(tooled):

@@ -47,7 +47,7 @@ async def test_reasoning_that_is_ended_within_what_may_be_a_stop_string_is_shown
     body = {"model": MODEL, "messages": [USER], "thinking_token_budget": 7, "stop": stop}
     async with talking(tooled, script) as api, httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{api.url}/v1/chat/completions", json=body)
-        metrics = (await client.get(f"{api.url}/metrics")).text
+        metrics = await api.metrics()
     assert 'conductor_sequences_total{outcome="stop"} 2.0' in metrics, "nobody has left"
     message = answer.json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("one two", "3")
