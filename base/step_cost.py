@@ -92,6 +92,14 @@ class StepCost:
             return 0.0
         return self.chunk_step_s + (self.mixed_step_s if batch else 0.0)
 
+    def around_chunks_s(self, batch: float, context_tokens: float) -> float:
+        """Return the seconds of a step with chunks beside a batch, but for those of the chunks' tokens."""
+        sequence_s = self.decode_sequence_s
+        if self.chunk_step_s:
+            sequence_s = self.chunk_sequence_s + self.prefill_token_s
+        beside_s = sequence_s * batch + self.decode_context_token_s * context_tokens
+        return self.chunk_part_s(batch) + beside_s
+
     def with_chunks_s(self, new_tokens: int, attended: float, batch: int, context_tokens: float) -> float:
         """Return the seconds of a step with chunks of `new_tokens` > 0 in all, beside a batch."""
         square, sequence_s = self.prefill_token2_s, self.decode_sequence_s

@@ -102,6 +102,12 @@ class CostModel:
             sequences, context_tokens = places, context_tokens * places / sequences
         return self.decode_step_s(sequences, context_tokens)
 
+    def placed_around_s(self, sequences: float, context_tokens: float, places: float) -> float:
+        """Return the seconds of such a step with chunks of prompts, but for those of the chunks' tokens."""
+        if sequences > places:
+            sequences, context_tokens = places, context_tokens * places / sequences
+        return self.step.around_chunks_s(sequences, context_tokens)
+
     def gap_s(self, sequences: float, context_tokens: float, places: float) -> float:
         """Return the mean seconds of a token where so many are to decode and `places` do at a time.
 

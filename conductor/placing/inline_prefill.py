@@ -1,10 +1,8 @@
 """Conditional disaggregation: when a decode node computes a prompt itself.
 
 Its steps take as much of a prompt as those who decode there can bear (`base/step_budget.py`), so nobody's
-bound is in question, and what it takes longer for that is predicted: of each step, the length of which the
-tightest bound allows, the decoding takes its part, and the prompt has the rest but for what chunks cost.
-
-    beside = prefill alone x length / (CHUNK_SHARE x (length - step without prompts))
+bound is in question, and what it takes longer for that is predicted: prefill alone / the prompt's share of
+the node's time (`prompt_share.py`).
 
 A prompt is computed there if its first token is predicted sooner than by way of a prefill node and a
 hand-off: where prefill nodes have a queue, or where the node has most of the prompt from the last turn.
@@ -162,7 +160,8 @@ def beside_decoding(
     if not node.running_sequences:
         return node.queued_s, prefill_s, 1.0
     step_s = node.running_step_s * node.learned.decode.ratio
-    share = prompt_share(step_s, node.tightest_tbt_s)
+    running, tokens = node.running_sequences, node.running_context_tokens
+    share = prompt_share(node, running, tokens, node.tightest_tbt_s, cost)
     if share < LEAST_SHARE:
         return None
     queue_s = node.queued_s + step_s

@@ -119,7 +119,7 @@ def _taken_s(
     step_s, length_s = _joined_s(request, node, cost), min(within_s, bearable_s(request, node, cost))
     if step_s >= length_s:
         return inf
-    after = max(0.0, share_beside(step_s, length_s))
+    after = max(0.0, _share_joined(request, node, length_s, cost))
     busy = min(1.0, view.prefill_demand.at(now_s) / view.prefill_mask.bit_count())
     # with prompts for this share of the time, `busy / length_s + (1 - busy) / step_s` steps a second
     mean_step_s = length_s * step_s / (busy * step_s + (1.0 - busy) * length_s)
@@ -178,7 +178,7 @@ def _keeps_prompts(request: PlacementRequest, node: NodeState, view: ClusterView
     bound_s = request.slo.ttft_slo_s
     if bound_s == inf:
         return True
-    share = share_beside(_joined_s(request, node, cost), bearable_s(request, node, cost))
+    share = _share_joined(request, node, bearable_s(request, node, cost), cost)
     return share >= LEAST_SHARE and view.mean_prefill_s / share <= IN_TIME * bound_s
 
 
@@ -200,6 +200,14 @@ def _bears(
     if node.decode_sequences + 1 >= node.places:
         return False  # a prompt needs a place too
     return _joined_s(request, node, cost) <= min(within_s, bearable_s(request, node, cost))
+
+
+def _share_joined(request: PlacementRequest, node: NodeState, length_s: float, cost: CostModel) -> float:
+    """Return the share that prompts have in steps of a length, once a request decodes on a node."""
+    sequences, tokens = node.decode_sequences + 1, node.decode_context_tokens + request.num_tokens
+    ratio = node.learned.decode.ratio
+    around_s = cost.placed_around_s(sequences, tokens, node.places) * ratio
+    return share_beside(_joined_s(request, node, cost), around_s, length_s, cost.step.chunk_part_s(1) * ratio)
 
 
 def _joined_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:

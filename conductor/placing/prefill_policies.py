@@ -73,12 +73,12 @@ class PrefillChoice:
         self.fetch_s = 0.0
         prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - prefix, prefix))
         share = 1.0
-        if view.lent_mask >> slot & 1:
+        if node.decode_sequences:
             share = max(LEAST_SHARE, share_when_begun(node, cost))
             prefill_s /= share
         self.prefill_s = prefill_s
         self.prompt_share = share
-        """The prompt's share of the node's time, beside sequences that were lent to it. In `prefill_s`."""
+        """The prompt's share of the node's time, beside sequences that decode there. In `prefill_s`."""
         self.ready_s = queue_s + prefill_s
         """Seconds until its last layer is computed: the longer of queue and fetch, and prefill."""
         self.cost_s = self.ready_s

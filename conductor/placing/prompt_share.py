@@ -1,10 +1,24 @@
-"""The share of a node's time that prompts have beside what decodes there."""
+"""The share of a node's time that prompts have beside what decodes there.
+
+Where those who decode bear gaps of a length, a step with a chunk may take that. `around` are its seconds that
+are not the chunk's tokens': what it takes for any chunk, and for those who decode. A chunk that would be too
+short for its step is not begun: some steps without prompts save for it, as `base/step_budget.py` has it.
+
+    share = 1 - (saving steps x step + around) / ((saving steps + 1) x length)
+"""
 
 from __future__ import annotations
 
 from math import inf
 
-from base.step_budget import KEPT_MEAN, WELL_WORTHWHILE, target_gap_s
+from base.step_budget import (
+    KEPT_MEAN,
+    PATIENCE_STEPS,
+    STARVED_STEPS,
+    WELL_WORTHWHILE,
+    WORTHWHILE,
+    target_gap_s,
+)
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState
 
@@ -13,28 +27,33 @@ MOST_LOAD = 0.95
 # Of a node's time, for prompts: with less a prompt is not begun.
 LEAST_SHARE = 0.02
 
-# Of the time that prompts have: the rest is what steps take for any chunk, however short.
-CHUNK_SHARE = WELL_WORTHWHILE / (WELL_WORTHWHILE + 1)
+# Of the seconds of chunks' tokens, where steps were measured: the rest is padding, and the attention of short
+# chunks, which is slower.
+TOKENS_SHARE = 0.93
 
 
-def prompt_share(step_s: float, bound_s: float) -> float:
-    """Return the share of a node's time that a prompt has beside what decodes there; not more than 0: none.
+def prompt_share(
+    node: NodeState, sequences: float, context_tokens: float, bound_s: float, cost: CostModel
+) -> float:
+    """Return the share of a node's time that a prompt has beside sequences; not more than 0: none.
 
-    Args:
-        step_s: Predicted seconds of a step without prompts.
-        bound_s: The tightest bound on TBT of those who decode; infinity: there is none.
+    `bound_s`: the tightest bound on TBT of those who decode; infinity: there is none.
     """
-    return share_beside(step_s, target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s)
+    ratio, places = node.learned.decode.ratio, node.places
+    step_s = cost.placed_step_s(sequences, context_tokens, places) * ratio
+    around_s = cost.placed_around_s(sequences, context_tokens, places) * ratio
+    part_s = cost.step.chunk_part_s(1) * ratio
+    if bound_s == inf:
+        return share_beside(step_s, around_s, target_gap_s(step_s), part_s, 0.0)
+    return share_beside(step_s, around_s, KEPT_MEAN * bound_s, part_s)
 
 
-def share_beside_running(node: NodeState, step_s: float) -> float:
-    """Return the share that prompts have beside those who decode on a node now.
-
-    `step_s`: seconds of their step by the profile.
-    """
+def share_beside_running(node: NodeState, cost: CostModel) -> float:
+    """Return the share that prompts have beside those who decode on a node now."""
     if not node.running_sequences:
         return 1.0
-    return max(LEAST_SHARE, prompt_share(step_s * node.learned.decode.ratio, node.tightest_running_s))
+    tokens, bound_s = node.running_context_tokens, node.tightest_running_s
+    return max(LEAST_SHARE, prompt_share(node, node.running_sequences, tokens, bound_s, cost))
 
 
 def share_when_begun(node: NodeState, cost: CostModel) -> float:
@@ -43,13 +62,29 @@ def share_when_begun(node: NodeState, cost: CostModel) -> float:
     Most who are to decode there will have begun when its turn comes: their prompts are before it. Where
     another node computes them they may come later, and the prompt is predicted too long.
     """
-    step_s = cost.placed_step_s(node.decode_sequences, node.decode_context_tokens, node.places)
-    return prompt_share(step_s * node.learned.decode.ratio, node.tightest_tbt_s)
+    return prompt_share(node, node.decode_sequences, node.decode_context_tokens, node.tightest_tbt_s, cost)
 
 
-def share_beside(step_s: float, length_s: float) -> float:
-    """Return the share of prompts in steps of a length, `step_s` of which are for those who decode."""
-    return CHUNK_SHARE * (length_s - step_s) / length_s
+def share_beside(
+    step_s: float, around_s: float, length_s: float, part_s: float, patience_steps: float = PATIENCE_STEPS
+) -> float:
+    """Return the share of prompts where gaps may be of a length.
+
+    Args:
+        step_s: Of a step without prompts.
+        around_s: Of a step with a chunk, but for those of its tokens.
+        part_s: Of those, what it takes for any chunk; 0: no steps with chunks were measured.
+        patience_steps: Steps without prompts that save for a long chunk; 0: they save nothing, as with bounds
+            on the longest gap.
+    """
+    saved_s = length_s - step_s
+    if saved_s <= 0.0:
+        return saved_s / length_s
+    missing_s = around_s - length_s
+    steps = min(patience_steps, (WELL_WORTHWHILE * part_s + missing_s) / saved_s)
+    steps = max(steps, min(STARVED_STEPS, (WORTHWHILE * part_s + missing_s) / saved_s), 0.0)
+    share = 1.0 - (steps * step_s + around_s) / ((steps + 1.0) * length_s)
+    return share * TOKENS_SHARE if part_s else share
 
 
 def decode_load(node: NodeState, cost: CostModel) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from base.request import NodeId, RequestId, Role, Slo
 from base.step_budget import KEPT_MEAN, target_gap_s
 from conductor.placing.placement import PlacementRequest, RejectReason
-from conductor.placing.prompt_share import CHUNK_SHARE, LEAST_SHARE
+from conductor.placing.prompt_share import LEAST_SHARE
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
@@ -91,6 +91,8 @@ def test_who_waits_behind_counts_for_each_second_of_a_prefill_node():
     # with twice as many prefill nodes each of them loses half as much
     wider = make_view(4, 1)
     decoding(wider, 6, 0.05)
+    for either in (view, wider):
+        either.corrections.restore("d0", "prefill", 2.0)
     assert 2 < line_that_goes_beside(view, long) < line_that_goes_beside(wider, long) < 400
 
 
@@ -99,6 +101,7 @@ def test_who_comes_until_the_line_is_gone_counts_as_well():
     for busy in (0.0, 0.3, 0.62, 1.5):
         view, long = make_view(2, 1), make_request(blocks=40)
         decoding(view, 6, 0.05)
+        view.corrections.restore("d0", "prefill", 4.0)
         view.prefill_demand.restore(busy * view.num_prefill, 0.0)
         lines.append(line_that_goes_beside(view, long))
     assert lines[0] > lines[1] > lines[2] == lines[3] > 1
@@ -137,7 +140,9 @@ def test_a_prompt_has_what_those_who_decode_leave_of_each_step(count, tbt_slo_s,
     node = view.node(NodeId("d0"))
     step_s = COST.decode_step_s(node.decode_sequences, node.decode_context_tokens)
     length_s = target_gap_s(step_s) if tbt_slo_s == inf else KEPT_MEAN * tbt_slo_s
-    share = CHUNK_SHARE * (length_s - step_s) / length_s
+    # no steps with chunks were measured: what those who decode take of one, but for reading the weights
+    around_s = step_s - COST.profile.decode_fixed_s
+    share = (length_s - around_s) / length_s if step_s < length_s else 0.0
     placement = placed(view, short_request(tokens))
     assert placement.is_inline == (share >= LEAST_SHARE)
     if placement.is_inline:

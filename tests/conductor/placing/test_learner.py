@@ -62,12 +62,12 @@ def measured(learner, view, node_id, now_s, slowness):
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])
 def test_prompt_beside_decoding_teaches_how_fast_the_node_is_and_not_what_others_took(slowness):
     taught = Taught()
-    first, placement = taught.placed()
-    taught.prefilled(first, placement)
+    for _ in range(30):
+        taught.prefilled(*taught.placed())
     node = taught.view.node(NodeId("d0"))
-    assert node.running_sequences == 1
+    assert node.running_sequences == 30
     taught.view.prefill_order.set(0, 60.0)
-    asked = make_request("beside", 8, 5_000)
+    asked = make_request("beside", 8, 500_000)
     beside = require_placement(place(asked, taught.view, COST, 0.0, INLINE))
     assert beside.is_inline
     assert beside.prefill_s > 1.05 * COST.prefill_s(asked.num_tokens, 0)
@@ -120,8 +120,8 @@ def test_sequences_of_another_conductor_that_come_are_no_slowness_of_their_node(
 def test_sequences_that_come_while_a_prompt_is_computed_are_no_slowness_of_its_node(slowness):
     taught = Taught()
     node = taught.view.node(NodeId("d0"))
-    others = [taught.placed() for _ in range(30)]
-    asked = make_request("beside", 8, 5_000)
+    others = [taught.placed() for _ in range(60)]
+    asked = make_request("beside", 8, 500_000)
     taught.view.prefill_order.set(0, 60.0)
     beside = require_placement(place(asked, taught.view, COST, 0.0, INLINE))
     assert (beside.is_inline, beside.prompt_share) == (True, 1.0)
@@ -129,7 +129,7 @@ def test_sequences_that_come_while_a_prompt_is_computed_are_no_slowness_of_its_n
     taught.learner.placed(beside, 0.0)
     for other, placed in others:
         taught.prefilled(other, placed)
-    share = prompt_share(COST.decode_step_s(30, node.running_context_tokens), inf)
+    share = prompt_share(node, 60, node.running_context_tokens, inf, COST)
     assert share < 0.9
     # alone until 1.0, and from then on beside the others
     compute_s = slowness * COST.prefill_s(asked.num_tokens, 0)

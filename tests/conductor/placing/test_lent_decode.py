@@ -188,7 +188,7 @@ def test_what_would_be_stored_twice_in_full_caches_stays_where_it_is_computed():
 
 def test_what_is_stored_twice_is_handed_over_where_decoding_takes_more_of_a_busy_nodes_prompts():
     view = without_inline(make_view(1, 1))
-    view.copy_price.restore(0.02)
+    view.copy_price.restore(0.002)
     view.node(NodeId("d0")).evict_share = 1.0
 
     def decodes_on(bound_s):
@@ -207,8 +207,9 @@ def test_a_sequence_takes_more_of_a_node_whose_steps_have_prompts_and_are_longer
     view = without_inline(make_view(1, 1))
     step_s = COST.decode_step_s(1, 20 * view.block_size)
     request = make_request(blocks=20, max_tokens=1000, slo=Slo(tbt_slo_s=10 * step_s))
-    # keeping 20 blocks spares as much as all its own steps take
-    view.copy_price.restore(view.mean_output_tokens * step_s / (LATER * 20))
+    # keeping 20 blocks spares a third of what it has of steps with prompts
+    around_s = COST.step.around_chunks_s(1, 20 * view.block_size)
+    view.copy_price.restore(view.mean_output_tokens * around_s / 3 / (LATER * 20))
     view.node(NodeId("d0")).evict_share = 1.0
 
     def decodes_on(prompts_s):
@@ -221,7 +222,7 @@ def test_a_sequence_takes_more_of_a_node_whose_steps_have_prompts_and_are_longer
 
 def test_a_node_that_was_learned_to_decode_slowly_takes_more_from_its_prompts():
     view = without_inline(make_view(1, 1))
-    view.copy_price.restore(0.5)
+    view.copy_price.restore(0.005)
     view.node(NodeId("d0")).evict_share = 1.0
     view.prefill_demand.add(1e6, 0.0)
     loose_s = 20 * COST.decode_step_s(1, 20 * view.block_size)

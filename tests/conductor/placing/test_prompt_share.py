@@ -1,0 +1,63 @@
+"""The predicted share of prompts is what the budgets of steps give them."""
+
+from math import inf
+
+import pytest
+
+from base.step_budget import KEPT_MEAN, BudgetedStep, DecodeLoad, target_gap_s
+from base.step_cost import attended_by
+from conductor.placing.cost_model import CostModel
+from conductor.placing.prompt_share import share_beside
+from conductor.profiles.reader import load_profile
+
+STEPS = 2_000
+PROFILES = ("h200-llama8b", "h200-llama8b-fp8", "h200-llama8b-int4", "h100-llama8b", "a800-llama70b")
+LOADS = ((1, 8_000), (4, 32_000), (20, 160_000), (60, 24_000))
+BOUNDS_S = (0.008, 0.015, 0.03, 0.1, inf)
+
+
+def given_share(cost, batch, context_tokens, bound_s):
+    """Return what prompts without end have of the seconds of many steps, as their budgets are."""
+    step, length_s = cost.step, KEPT_MEAN * bound_s
+    step_s = step.decode_step_s(batch, context_tokens)
+    left_s, starved, spent_s, tokens = length_s, 0, 0.0, 0
+    for _ in range(STEPS):
+        if bound_s == inf:
+            load = DecodeLoad(batch, context_tokens, longest_left_s=target_gap_s(step_s))
+        else:
+            load = DecodeLoad(batch, context_tokens, mean_left_s=left_s, saving_s=length_s - step_s)
+        taken = BudgetedStep(8_192, step, load, starved, num_prompts=1).take(8_192, 0)
+        took_s = step_s
+        if taken:
+            took_s = step.with_chunks_s(taken, attended_by(taken, 0), batch, context_tokens)
+        starved = 0 if taken else starved + 1
+        left_s += length_s - took_s
+        spent_s += took_s
+        tokens += taken
+    return tokens * step.prefill_token_s / spent_s
+
+
+def predicted_share(cost, batch, context_tokens, bound_s):
+    step_s = cost.decode_step_s(batch, context_tokens)
+    around_s, part_s = cost.step.around_chunks_s(batch, context_tokens), cost.step.chunk_part_s(batch)
+    if bound_s == inf:
+        return share_beside(step_s, around_s, target_gap_s(step_s), part_s, 0.0)
+    return share_beside(step_s, around_s, KEPT_MEAN * bound_s, part_s)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_prompts_have_the_share_of_steps_that_was_predicted(profile):
+    cost, ratios = CostModel(load_profile(profile)), []
+    for batch, context_tokens in LOADS:
+        for bound_s in BOUNDS_S:
+            if cost.decode_step_s(batch, context_tokens) <= 0.9 * KEPT_MEAN * bound_s:
+                given = given_share(cost, batch, context_tokens, bound_s)
+                ratios.append(predicted_share(cost, batch, context_tokens, bound_s) / given)
+    assert len(ratios) >= 8
+    assert 0.9 < sorted(ratios)[len(ratios) // 2] < 1.1
+    assert all(0.9 < ratio < 1.4 for ratio in ratios)
+
+
+def test_a_step_as_long_as_its_bound_leaves_prompts_nothing():
+    assert share_beside(0.02, 0.01, 0.02, 0.0) == 0.0
+    assert share_beside(0.03, 0.01, 0.02, 0.003) < 0.0
