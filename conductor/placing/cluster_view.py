@@ -437,7 +437,7 @@ class ClusterView:
         self.running_context_tokens += tokens
         step_s = self._cost.placed_step_s(node.running_sequences, node.running_context_tokens, node.places)
         node.running_step_s = step_s
-        node.passed.change(now_s, step_s, share_beside_running(node, self._cost))
+        node.passed.change(now_s, step_s, share_beside_running(node, node.tightest_running_s, self._cost))
 
     def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
         node = flight.prefill

@@ -73,6 +73,9 @@ class CostModel:
         self._transfer = (profile.transfer_fixed_s, token_bytes, profile.transfer_bytes_per_s)
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
         self._experts_s, self._expert_share = profile.decode_experts_s, profile.expert_share
+        self.chunk_part_s = self.step.chunk_part_s(1)
+        """Seconds that a step has for any chunk, beside those who decode."""
+        self._around_sequence_s = self.step.around_chunks_s(1, 0) - self.chunk_part_s
         self.empty_step_s = self.decode_step_s(0, 0)
         """Seconds of a step in which nothing decodes: what is there whoever joins."""
 
@@ -106,7 +109,7 @@ class CostModel:
         """Return the seconds of such a step with chunks of prompts, but for those of the chunks' tokens."""
         if sequences > places:
             sequences, context_tokens = places, context_tokens * places / sequences
-        return self.step.around_chunks_s(sequences, context_tokens)
+        return self.chunk_part_s + self._around_sequence_s * sequences + self._decode[2] * context_tokens
 
     def gap_s(self, sequences: float, context_tokens: float, places: float) -> float:
         """Return the mean seconds of a token where so many are to decode and `places` do at a time.

@@ -27,7 +27,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.prefill_policies import copied_s, depth_at, matched_tokens
-from conductor.placing.prompt_share import LEAST_SHARE, MOST_LOAD, decode_load, prompt_share
+from conductor.placing.prompt_share import LEAST_SHARE, MOST_LOAD, decode_load, share_beside_running
 from kvstore.index import Group
 
 # A second of a decode node's time, where as much of it is free as is used, in seconds of a first token. Where
@@ -160,9 +160,8 @@ def beside_decoding(
     if not node.running_sequences:
         return node.queued_s, prefill_s, 1.0
     step_s = node.running_step_s * node.learned.decode.ratio
-    running, tokens = node.running_sequences, node.running_context_tokens
-    share = prompt_share(node, running, tokens, node.tightest_tbt_s, cost)
-    if share < LEAST_SHARE:
+    share = share_beside_running(node, node.tightest_tbt_s, cost)
+    if share <= LEAST_SHARE:
         return None
     queue_s = node.queued_s + step_s
     if (behind := node.running_sequences + 1 - node.places) > 0:

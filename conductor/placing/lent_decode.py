@@ -207,7 +207,7 @@ def _share_joined(request: PlacementRequest, node: NodeState, length_s: float, c
     sequences, tokens = node.decode_sequences + 1, node.decode_context_tokens + request.num_tokens
     ratio = node.learned.decode.ratio
     around_s = cost.placed_around_s(sequences, tokens, node.places) * ratio
-    return share_beside(_joined_s(request, node, cost), around_s, length_s, cost.step.chunk_part_s(1) * ratio)
+    return share_beside(_joined_s(request, node, cost), around_s, length_s, cost.chunk_part_s * ratio)
 
 
 def _joined_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:

@@ -33,27 +33,34 @@ TOKENS_SHARE = 0.93
 
 
 def prompt_share(
-    node: NodeState, sequences: float, context_tokens: float, bound_s: float, cost: CostModel
+    node: NodeState, sequences: float, context_tokens: float, step_s: float, bound_s: float, cost: CostModel
 ) -> float:
     """Return the share of a node's time that a prompt has beside sequences; not more than 0: none.
 
-    `bound_s`: the tightest bound on TBT of those who decode; infinity: there is none.
+    Args:
+        step_s: Of their step without prompts, by the profile.
+        bound_s: The tightest bound on TBT of those who decode; infinity: there is none.
     """
-    ratio, places = node.learned.decode.ratio, node.places
-    step_s = cost.placed_step_s(sequences, context_tokens, places) * ratio
-    around_s = cost.placed_around_s(sequences, context_tokens, places) * ratio
-    part_s = cost.step.chunk_part_s(1) * ratio
+    ratio = node.learned.decode.ratio
+    step_s *= ratio
+    around_s = cost.placed_around_s(sequences, context_tokens, node.places) * ratio
+    part_s = cost.chunk_part_s * ratio
     if bound_s == inf:
         return share_beside(step_s, around_s, target_gap_s(step_s), part_s, 0.0)
     return share_beside(step_s, around_s, KEPT_MEAN * bound_s, part_s)
 
 
-def share_beside_running(node: NodeState, cost: CostModel) -> float:
-    """Return the share that prompts have beside those who decode on a node now."""
-    if not node.running_sequences:
+def share_beside_running(node: NodeState, bound_s: float, cost: CostModel) -> float:
+    """Return the share that prompts have beside those who decode on a node now, LEAST_SHARE at least.
+
+    `bound_s`: the tightest bound on TBT that counts.
+    """
+    sequences = node.running_sequences
+    if not sequences:
         return 1.0
-    tokens, bound_s = node.running_context_tokens, node.tightest_running_s
-    return max(LEAST_SHARE, prompt_share(node, node.running_sequences, tokens, bound_s, cost))
+    tokens, step_s = node.running_context_tokens, node.running_step_s
+    share = prompt_share(node, sequences, tokens, step_s, bound_s, cost)
+    return share if share > LEAST_SHARE else LEAST_SHARE
 
 
 def share_when_begun(node: NodeState, cost: CostModel) -> float:
@@ -62,7 +69,9 @@ def share_when_begun(node: NodeState, cost: CostModel) -> float:
     Most who are to decode there will have begun when its turn comes: their prompts are before it. Where
     another node computes them they may come later, and the prompt is predicted too long.
     """
-    return prompt_share(node, node.decode_sequences, node.decode_context_tokens, node.tightest_tbt_s, cost)
+    sequences, tokens = node.decode_sequences, node.decode_context_tokens
+    step_s = cost.placed_step_s(sequences, tokens, node.places)
+    return prompt_share(node, sequences, tokens, step_s, node.tightest_tbt_s, cost)
 
 
 def share_beside(
@@ -80,9 +89,10 @@ def share_beside(
     saved_s = length_s - step_s
     if saved_s <= 0.0:
         return saved_s / length_s
-    missing_s = around_s - length_s
-    steps = min(patience_steps, (WELL_WORTHWHILE * part_s + missing_s) / saved_s)
-    steps = max(steps, min(STARVED_STEPS, (WORTHWHILE * part_s + missing_s) / saved_s), 0.0)
+    missing_s, steps = around_s - length_s, 0.0
+    if WELL_WORTHWHILE * part_s + missing_s > 0.0:
+        steps = min(patience_steps, (WELL_WORTHWHILE * part_s + missing_s) / saved_s)
+        steps = max(steps, min(STARVED_STEPS, (WORTHWHILE * part_s + missing_s) / saved_s))
     share = 1.0 - (steps * step_s + around_s) / ((steps + 1.0) * length_s)
     return share * TOKENS_SHARE if part_s else share
 

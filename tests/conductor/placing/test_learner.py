@@ -7,7 +7,7 @@ import pytest
 from base.messages import Heartbeat, PrefillTimes
 from base.request import NodeId, Slo
 from conductor.placing.learner import Learner, _Heard
-from conductor.placing.prompt_share import prompt_share
+from conductor.placing.prompt_share import share_beside_running
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import make_cost, make_request, make_view, require_placement
@@ -129,7 +129,7 @@ def test_sequences_that_come_while_a_prompt_is_computed_are_no_slowness_of_its_n
     taught.learner.placed(beside, 0.0)
     for other, placed in others:
         taught.prefilled(other, placed)
-    share = prompt_share(node, 60, node.running_context_tokens, inf, COST)
+    share = share_beside_running(node, inf, COST)
     assert share < 0.9
     # alone until 1.0, and from then on beside the others
     compute_s = slowness * COST.prefill_s(asked.num_tokens, 0)
