@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from math import inf
 
 from base.request import NodeId
+from base.step_budget import KEPT_MEAN
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState
@@ -161,7 +162,7 @@ def beside_decoding(
         return node.queued_s, prefill_s, 1.0
     step_s = node.running_step_s * node.learned.decode.ratio
     share = share_beside_running(node, node.tightest_tbt_s, cost)
-    if share <= LEAST_SHARE:
+    if share <= LEAST_SHARE or step_s >= KEPT_MEAN * node.tightest_tbt_s:
         return None
     queue_s = node.queued_s + step_s
     if (behind := node.running_sequences + 1 - node.places) > 0:

@@ -35,19 +35,20 @@ TOKENS_SHARE = 0.93
 def prompt_share(
     node: NodeState, sequences: float, context_tokens: float, step_s: float, bound_s: float, cost: CostModel
 ) -> float:
-    """Return the share of a node's time that a prompt has beside sequences; not more than 0: none.
+    """Return the share of a node's time that a prompt has beside sequences.
 
     Args:
         step_s: Of their step without prompts, by the profile.
-        bound_s: The tightest bound on TBT of those who decode; infinity: there is none.
+        bound_s: The tightest bound on TBT of those who decode; infinity: there is none. One that their steps
+            alone are past is lost, and binds nobody.
     """
     ratio = node.learned.decode.ratio
     step_s *= ratio
     around_s = cost.placed_around_s(sequences, context_tokens, node.places) * ratio
-    part_s = cost.chunk_part_s * ratio
-    if bound_s == inf:
-        return share_beside(step_s, around_s, target_gap_s(step_s), part_s, 0.0)
-    return share_beside(step_s, around_s, KEPT_MEAN * bound_s, part_s)
+    part_s, length_s = cost.chunk_part_s * ratio, KEPT_MEAN * bound_s
+    if step_s < length_s < inf:
+        return share_beside(step_s, around_s, length_s, part_s)
+    return share_beside(step_s, around_s, target_gap_s(step_s), part_s, 0.0)
 
 
 def share_beside_running(node: NodeState, bound_s: float, cost: CostModel) -> float:
@@ -77,7 +78,7 @@ def share_when_begun(node: NodeState, cost: CostModel) -> float:
 def share_beside(
     step_s: float, around_s: float, length_s: float, part_s: float, patience_steps: float = PATIENCE_STEPS
 ) -> float:
-    """Return the share of prompts where gaps may be of a length.
+    """Return the share of prompts where gaps may be of a length; not more than 0: none.
 
     Args:
         step_s: Of a step without prompts.
