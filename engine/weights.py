@@ -15,11 +15,12 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from gguf import GGUFReader
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import (
@@ -78,11 +79,15 @@ def load_model(path: Path, dtype: torch.dtype, part: Part = WHOLE) -> PreTrained
             trust_remote_code=False,
             output_loading_info=True,
         )
-    # transformers fills what is missing with random numbers and warns.
-    if missing := sorted(found["missing_keys"]):
-        raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
+    _require_complete(path, found["missing_keys"])
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _require_complete(path: Path, missing: Iterable[str]) -> None:
+    """Raise ConfigError if weights are missing: transformers fills them with random numbers and warns."""
+    if names := sorted(missing):
+        raise ConfigError(f"{path}: {len(names)} weights are missing, the first is {names[0]}")
 
 
 @contextmanager
@@ -164,18 +169,44 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTra
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF file to `folder`, in float32 safetensors.
 
-    Raises ConfigError if the file is not a GGUF file that transformers can read."""
+    Raises ConfigError if the file is not a GGUF file that transformers can read, or not all of it."""
     with loading(f"{gguf}: the GGUF file cannot be read"):
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    _require_complete(gguf, found["missing_keys"])
+    _require_all_read(gguf, model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _require_all_read(gguf: Path, model: PreTrainedModel) -> None:
+    """Raise ConfigError for what transformers leaves out of a GGUF file without a word, if tokens go by it.
+
+    Such are factors of rotary frequencies, in a tensor (Llama 3.1) or a key, and windows of attention."""
+    reader, config = GGUFReader(gguf), model.config
+    num_stored = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    # A head that is the embedding counts once.
+    num_read = sum({each.data_ptr(): each.numel() for each in model.state_dict().values()}.values())
+    if num_stored != num_read:
+        raise ConfigError(
+            f"{gguf}: its tensors have {num_stored} numbers, of which {config.model_type} takes {num_read}: "
+            "rope_freqs, for example, is not read; take the model's safetensors"
+        )
+    if getattr(config, "query_pre_attn_scalar", None) not in (None, getattr(config, "head_dim", None)):
+        raise ConfigError(f"{gguf}: how attention is scaled is in no such file; take the model's safetensors")
+    for key, field in reader.fields.items():
+        value = field.contents()
+        is_scaled = key.endswith((".rope.scaling.factor", ".rope.scale_linear")) and value not in (0, 1)
+        is_window = key.endswith(".attention.sliding_window") and 0 < value < config.max_position_embeddings
+        if is_scaled or (is_window and getattr(config, "sliding_window", None) != value):
+            raise ConfigError(f"{gguf}: {key} is {value}, which is not read; take the model's safetensors")
 
 
 def require_known(path: Path) -> None:

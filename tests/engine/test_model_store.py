@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import gguf
 import numpy as np
@@ -25,6 +26,8 @@ from engine.weights import convert_gguf, load_model
 NOBODY = 65534
 VOCABULARY = ["a", "b", "ab", "aba", *(f"t{index}" for index in range(60))]
 
+GEMMA_NORMS = {f"blk.0.post_{name}_norm.weight": (32,) for name in ("attention", "ffw")}
+
 
 def heard(_line: str) -> None:
     """Progress that nobody reads."""
@@ -39,10 +42,19 @@ def folder_with_model(path: Path) -> Path:
     return path
 
 
-def write_gguf(path: Path, seed: int = 0) -> Path:
-    """A llama of one layer, as llama.cpp would write it."""
+def write_gguf(
+    path: Path,
+    seed: int = 0,
+    left_out: str = "",
+    more: dict[str, tuple[int, ...]] | None = None,
+    family: str = "llama",
+    **keys: float,
+) -> Path:
+    """A llama of one layer, as llama.cpp would write it: but for a tensor, and with `more` of such shapes.
+
+    `keys` are metadata of the family: two underscores are a dot."""
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), family)
     writer.add_context_length(128)
     writer.add_embedding_length(32)
     writer.add_block_count(1)
@@ -69,8 +81,12 @@ def write_gguf(path: Path, seed: int = 0) -> Path:
     }
     block |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
     shapes |= {f"blk.0.{name}": shape for name, shape in block.items()}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    shapes = {f"{name}.weight": shape for name, shape in shapes.items() if name.split(".")[-1] != left_out}
+    for name, shape in (shapes | (more or {})).items():
+        writer.add_tensor(name, rng.normal(size=shape).astype(np.float32))
+    for name, value in keys.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{family}.{name.replace('__', '.')}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -253,6 +269,51 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path, rest: bytes) -> None:
     with pytest.raises(ConfigError, match=r"broken\.gguf: the GGUF file cannot be read"):
         convert_gguf(broken, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_weights_that_a_gguf_file_lacks_are_not_made_up(tmp_path: Path) -> None:
+    """Each conversion would draw others, and two nodes take them for one model."""
+    source = write_gguf(tmp_path / "tiny.gguf", left_out="ffn_up")
+    with pytest.raises(ConfigError, match=r"1 weights are missing, the first is .*mlp\.up_proj\.weight"):
+        convert_gguf(source, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"more": {"rope_freqs.weight": (8,)}}, "have 12904 numbers, of which llama takes 12896"),
+        ({"more": {"blk.0.attn_q.bias": (32,)}}, "have 12928 numbers, of which llama takes 12896"),
+        ({"rope__scaling__factor": 8.0}, r"llama\.rope\.scaling\.factor is 8\.0, which is not read"),
+        ({"rope__scale_linear": 4.0}, r"llama\.rope\.scale_linear is 4\.0, which is not read"),
+        (
+            {"family": "gemma2", "left_out": "output", "more": GEMMA_NORMS, "attention__key_length": 16},
+            "how attention is scaled is in no such file",
+        ),
+        ({"attention__sliding_window": 24}, r"attention\.sliding_window is 24, which is not read"),
+    ],
+    ids=[
+        "scaled frequencies",
+        "a bias",
+        "scaled positions",
+        "as they once were scaled",
+        "another scale",
+        "a window",
+    ],
+)
+def test_what_would_be_left_out_of_a_gguf_file_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf", **changes)
+    with pytest.raises(ConfigError, match=reason):
+        convert_gguf(source, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_keys_of_a_gguf_file_that_change_nothing_are_left_out(tmp_path: Path) -> None:
+    keys = {"rope__scaling__factor": 1.0, "attention__sliding_window": 128, "attention__key_length": 16}
+    convert_gguf(write_gguf(tmp_path / "tiny.gguf", **keys), tmp_path / "model")
+    assert load_model(tmp_path / "model", torch.float32).config.max_position_embeddings == 128
 
 
 @pytest.mark.full
