@@ -168,8 +168,10 @@ def is_plain(module: Any) -> bool:
     """Return whether a module's experts are silu-gated products without biases, stacked in two parameters."""
     if not all(is_stack(getattr(module, name, None)) for name in STACKS) or not hasattr(module, "act_fn"):
         return False
-    has_own_gate = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
-    is_odd = module.is_transposed or module.has_bias or not module.has_gate or has_own_gate
+    gate = getattr(type(module), "_apply_gate", None)
+    if gate is None or gate.__module__ != "transformers.integrations.moe":
+        return False  # the family computes them in a way of its own
+    is_odd = module.is_transposed or module.has_bias or not module.has_gate
     is_odd = is_odd or getattr(module, "has_post_expert_norm", False)
     return not is_odd and type(module.act_fn).__name__ in SILU
 

@@ -22,6 +22,7 @@ from engine.quantized_linear import (
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 from engine.shared_product import Slice
 from engine.tensor_parallel import TensorGroup, cut_model
+from tests.engine.test_families import LATENTS, random_model
 from tests.engine.test_gpu_model import make_family
 
 
@@ -177,6 +178,13 @@ def test_an_output_head_has_eight_bits_at_least() -> None:
 def test_experts_of_other_kinds_are_refused_by_name(family, weight_format, reason) -> None:
     with pytest.raises(ConfigError, match=reason):
         quantize_linears(make_family(family), weight_format, None)
+
+
+def test_experts_that_a_family_computes_by_itself_are_refused_by_name() -> None:
+    sizes = {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "n_routed_experts": 4, "moe_topk": 2}
+    model = random_model("longcat_flash", **LATENTS | sizes | {"q_lora_rank": 32, "zero_expert_num": 0})
+    with pytest.raises(ConfigError, match=r"experts, with biases or a gate.*quantization: none"):
+        quantize_linears(model, WeightFormat.INT8, None)
 
 
 def test_shared_products_follow_their_input() -> None:
