@@ -19,7 +19,7 @@ from base.errors import ConfigError
 from base.tables import KeyPath, Problem, TableError, from_table
 
 MAX_DEPTH = 20
-MAX_VALUES = 10_000
+MAX_VALUES = 5_000
 """The most values of a file, with its aliases spelled out: ten lines of them can stand for billions."""
 
 MERGE = "tag:yaml.org,2002:merge"
