@@ -108,8 +108,9 @@ class _Answers(io.FileIO):
     def readinto(self, buffer: Any) -> int | None:
         num_missed = 0
         while not self._coming.poll(1e3 * BEAT_S):
-            num_missed += 1
-            if num_missed >= MAX_MISSED_BEATS and self._counts():
+            # one that starts may load for minutes before it gives its first sign
+            num_missed = num_missed + 1 if self._counts() else 0
+            if num_missed >= MAX_MISSED_BEATS:
                 raise TimeoutError(f"no sign of life for {num_missed * BEAT_S:.3g} s")
         return super().readinto(buffer)
 

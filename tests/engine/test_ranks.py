@@ -27,7 +27,8 @@ from base.request import FinishReason, SamplingParams
 from engine.batch import batch_from_numbers, batch_numbers, build_batch
 from engine.build import build_engine
 from engine.rank_group import GroupShape
-from engine.ranks import Pipe, PipeFrame, Ranks
+from engine.ranks import MAX_MISSED_BEATS, Pipe, PipeFrame, Ranks
+from engine.ranks import _Answers as Answers
 from engine.step import StepEntry, StepPlan
 from tests.engine.builders import make_sequence, run_sequences
 from tests.engine.test_gpu_model import make_family
@@ -216,6 +217,22 @@ def test_a_rank_that_stands_still_is_lost_and_ended_though_no_step_waits_for_it(
             assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None
     finally:
         ranks.close(0.0)
+
+
+def test_the_silence_of_a_rank_that_starts_is_not_counted_once_it_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.ranks.BEAT_S", 0.01)
+    misses = iter([False] * 7 + [True] * MAX_MISSED_BEATS)
+    source, sink = os.pipe()
+    answers = Answers(source, lambda: next(misses))
+    try:
+        with pytest.raises(TimeoutError, match="no sign of life"):
+            answers.readinto(bytearray(1))
+        assert list(misses) == []
+    finally:
+        answers.close()
+        os.close(sink)
 
 
 def test_a_rank_shows_that_it_lives_while_it_loads_and_waits(tmp_path: Path) -> None:
