@@ -259,6 +259,7 @@ CASES: dict[str, tuple[Workload, float, Served]] = {
     "bursts, 24 a second": (bursts, 24.0, Served()),
     "mixed bounds, 32 a second": (mixed, 32.0, Served()),
     "even, 40 a second, 1P1D2C": (even, 40.0, Served(1, 1, 2)),
+    "even, 38 a second, 4C": (even, 38.0, Served(0, 0, 4)),
     "even, 40 a second, 4C": (even, 40.0, Served(0, 0, 4)),
     "even, 250 a second, h200-llama8b": (even, 250.0, Served(profile=H200, slo=Slo(0.5, 0.012))),
 }
