@@ -180,8 +180,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    _require_complete(gguf, found["missing_keys"])
-    _require_all_read(gguf, model)
+        _require_complete(gguf, found["missing_keys"])
+        _require_all_read(gguf, model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -48,7 +48,7 @@ def write_gguf(
     left_out: str = "",
     more: dict[str, tuple[int, ...]] | None = None,
     family: str = "llama",
-    **keys: float,
+    **keys: float | str,
 ) -> Path:
     """A llama of one layer, as llama.cpp would write it: but for a tensor, and with `more` of such shapes.
 
@@ -85,7 +85,7 @@ def write_gguf(
     for name, shape in (shapes | (more or {})).items():
         writer.add_tensor(name, rng.normal(size=shape).astype(np.float32))
     for name, value in keys.items():
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{family}.{name.replace('__', '.')}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -291,6 +291,7 @@ def test_weights_that_a_gguf_file_lacks_are_not_made_up(tmp_path: Path) -> None:
             "how attention is scaled is in no such file",
         ),
         ({"attention__sliding_window": 24}, r"attention\.sliding_window is 24, which is not read"),
+        ({"attention__sliding_window": "wide"}, r"tiny\.gguf: the GGUF file cannot be read"),
     ],
     ids=[
         "scaled frequencies",
@@ -299,6 +300,7 @@ def test_weights_that_a_gguf_file_lacks_are_not_made_up(tmp_path: Path) -> None:
         "as they once were scaled",
         "another scale",
         "a window",
+        "a window that is no number",
     ],
 )
 def test_what_would_be_left_out_of_a_gguf_file_is_refused_by_name(
