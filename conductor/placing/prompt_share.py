@@ -45,10 +45,10 @@ def prompt_share(
     ratio = node.learned.decode.ratio
     step_s *= ratio
     around_s = cost.placed_around_s(sequences, context_tokens, node.places) * ratio
-    part_s, length_s = cost.chunk_part_s * ratio, KEPT_MEAN * bound_s
-    if step_s < length_s < inf:
-        return share_beside(step_s, around_s, length_s, part_s)
-    return share_beside(step_s, around_s, target_gap_s(step_s), part_s, 0.0)
+    length_s = KEPT_MEAN * bound_s
+    if not step_s < length_s < inf:
+        length_s = target_gap_s(step_s)
+    return share_beside(step_s, around_s, length_s, cost.chunk_part_s * ratio)
 
 
 def share_beside_running(node: NodeState, bound_s: float, cost: CostModel) -> float:
@@ -75,24 +75,20 @@ def share_when_begun(node: NodeState, cost: CostModel) -> float:
     return prompt_share(node, sequences, tokens, step_s, node.tightest_tbt_s, cost)
 
 
-def share_beside(
-    step_s: float, around_s: float, length_s: float, part_s: float, patience_steps: float = PATIENCE_STEPS
-) -> float:
+def share_beside(step_s: float, around_s: float, length_s: float, part_s: float) -> float:
     """Return the share of prompts where gaps may be of a length; not more than 0: none.
 
     Args:
         step_s: Of a step without prompts.
         around_s: Of a step with a chunk, but for those of its tokens.
         part_s: Of those, what it takes for any chunk; 0: no steps with chunks were measured.
-        patience_steps: Steps without prompts that save for a long chunk; 0: they save nothing, as with bounds
-            on the longest gap.
     """
     saved_s = length_s - step_s
     if saved_s <= 0.0:
         return saved_s / length_s
     missing_s, steps = around_s - length_s, 0.0
     if WELL_WORTHWHILE * part_s + missing_s > 0.0:
-        steps = min(patience_steps, (WELL_WORTHWHILE * part_s + missing_s) / saved_s)
+        steps = min(PATIENCE_STEPS, (WELL_WORTHWHILE * part_s + missing_s) / saved_s)
         steps = max(steps, min(STARVED_STEPS, (WORTHWHILE * part_s + missing_s) / saved_s))
     share = 1.0 - (steps * step_s + around_s) / ((steps + 1.0) * length_s)
     return share * TOKENS_SHARE if part_s else share

@@ -45,9 +45,8 @@ def given_share(cost, batch, context_tokens, bound_s):
 def predicted_share(cost, batch, context_tokens, bound_s):
     step_s = cost.decode_step_s(batch, context_tokens)
     around_s, part_s = cost.step.around_chunks_s(batch, context_tokens), cost.step.chunk_part_s(batch)
-    if bound_s == inf:
-        return share_beside(step_s, around_s, target_gap_s(step_s), part_s, 0.0)
-    return share_beside(step_s, around_s, KEPT_MEAN * bound_s, part_s)
+    length_s = target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
+    return share_beside(step_s, around_s, length_s, part_s)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
