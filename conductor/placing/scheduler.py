@@ -193,14 +193,41 @@ def turn_of(
     return Turn.LATER_UNLESS_INLINE if settings.roles_follow else Turn.LATER
 
 
-def is_final(result: Placement | Rejection, turn: Turn, has_begun: bool) -> bool:
+def is_final(
+    result: Placement | Rejection,
+    turn: Turn,
+    asked: PlacementRequest,
+    view: ClusterView,
+    patience_s: float,
+    has_begun: bool,
+) -> bool:
     """Return whether what `place` says is done; else the request waits on.
 
     A request that has begun is not rejected: it waits, before all others, for what may come.
+
+    Args:
+        result: Of `place`.
+        turn: Of `turn_of`.
+        asked: What `place` was asked.
+        view: What `place` was shown, with `num_waiting` as it is.
+        patience_s: The longest that a request without a bound on TTFT waits.
+        has_begun: Whether it has a token.
     """
     if isinstance(result, Rejection):
-        return not has_begun and turn is not Turn.LATER_UNLESS_INLINE
+        if has_begun or turn is Turn.LATER_UNLESS_INLINE:
+            return False
+        return not (result.reason is RejectReason.NO_FREE_BLOCKS and _gets_blocks(asked, view, patience_s))
     return turn is Turn.NOW or result.is_inline
+
+
+def _gets_blocks(asked: PlacementRequest, view: ClusterView, patience_s: float) -> bool:
+    """Return whether a request without a bound on TTFT waits for blocks: one who decodes ends for each.
+
+    Who names one is rejected: whoever waits for blocks has all others wait behind it, past their bounds.
+    """
+    if asked.slo[0] < inf or not view.can_hold(asked.num_tokens):
+        return False
+    return asked.waited_s + max(1, view.num_waiting) * a_finish_s(view) <= patience_s
 
 
 def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
@@ -331,6 +358,11 @@ def _combine(
 
 
 def until_a_finish_s(view: ClusterView) -> float:
-    """Return the seconds after which one of the placed requests is expected to be over."""
+    """Return when to ask again: the seconds until one of the placed requests is over, within reason."""
     shortest, longest = RETRY_AFTER_S
-    return min(longest, max(shortest, view.projection.decode_s / max(1, view.num_in_flight)))
+    return min(longest, max(shortest, a_finish_s(view)))
+
+
+def a_finish_s(view: ClusterView) -> float:
+    """Return the seconds after which one of the placed requests is expected to be over."""
+    return view.projection.decode_s / max(1, view.num_in_flight)

@@ -91,11 +91,17 @@ class Conductor:
 
 @asynccontextmanager
 async def conductor(
-    request_timeout_s=PATIENCE_S, role_wait_s=0.0, max_waiting=8, observers=(), clock=None, **settings
+    request_timeout_s=PATIENCE_S,
+    role_wait_s=0.0,
+    max_waiting=8,
+    patience_s=60.0,
+    observers=(),
+    clock=None,
+    **settings,
 ):
     """Run one. On a `ManualClock` no prediction of it comes true before the test says so."""
     server = ServerConfig(request_timeout_s=request_timeout_s)
-    waiting = SchedulerConfig(max_waiting=max_waiting, role_wait_s=role_wait_s)
+    waiting = SchedulerConfig(max_waiting=max_waiting, role_wait_s=role_wait_s, patience_s=patience_s)
     settings, clock = SchedulerSettings(**settings), clock or SystemClock()
     async with Conductor(server, waiting, settings, observers, clock).serving() as running:
         yield running

@@ -55,7 +55,7 @@ class ScriptedWork:
         self.snapshot = ()
         self._answer = answer_tokens
         self._silent_on = silent_on
-        self._is_full = is_full
+        self.is_full = is_full
         self._beats = 0
 
     def attached(self, lease):
@@ -70,7 +70,7 @@ class ScriptedWork:
 
     def _answers(self, item):
         match item:
-            case Reserve(work) if self._is_full:
+            case Reserve(work) if self.is_full:
                 self.done.add(work.request_id)
                 return [Failed(work.request_id, "CapacityError", "another conductor was there first")]
             case Reserve(work):

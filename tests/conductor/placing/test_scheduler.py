@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.placement import Rejection, RejectReason
 from conductor.placing.prefill_policies import matched_tokens
-from conductor.placing.scheduler import Turn, place, turn_of
+from conductor.placing.scheduler import Turn, a_finish_s, is_final, place, turn_of
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
     BLOCK_SIZE,
@@ -240,6 +240,29 @@ def test_prompt_that_fits_no_decode_node_is_rejected() -> None:
     result = place(make_request(blocks=3_000), make_view(), COST, 0.0)
     assert isinstance(result, Rejection)
     assert result.reason is RejectReason.NO_FREE_BLOCKS
+
+
+def test_who_finds_no_blocks_waits_if_enough_requests_are_expected_to_end_in_time() -> None:
+    view, asked = make_view(1, 0), make_request("late", blocks=6)._replace(waited_s=1.0)
+    view.add_node(make_info("d0", Role.DECODE, num_blocks=10), 0.0)
+    first = make_request("first", blocks=6, first_block=100)
+    view.placed(first, require_placement(place(first, view, COST, 0.0)), 0.0)
+    result = place(asked, view, COST, 0.0)
+    assert isinstance(result, Rejection)
+    assert result.reason is RejectReason.NO_FREE_BLOCKS
+    view.num_waiting = 3
+    ended_s = asked.waited_s + 3 * a_finish_s(view)
+    for patience_s, waits in [(ended_s * 1.01, True), (ended_s * 0.99, False), (float("inf"), True)]:
+        for turn in (Turn.NOW, Turn.LATER_IF_PROMISING):
+            assert is_final(result, turn, asked, view, patience_s, has_begun=False) is not waits
+    assert not is_final(result, Turn.NOW, asked, view, 0.0, has_begun=True)
+    bounded = asked._replace(slo=Slo(ttft_slo_s=1e3))
+    assert is_final(result, Turn.NOW, bounded, view, float("inf"), has_begun=False)
+    larger = make_request("larger", blocks=10)
+    rejection = place(larger, view, COST, 0.0)
+    assert isinstance(rejection, Rejection)
+    assert rejection.reason is RejectReason.NO_FREE_BLOCKS
+    assert is_final(rejection, Turn.NOW, larger, view, float("inf"), has_begun=False)
 
 
 def test_ttft_past_the_slo_is_rejected_with_the_prediction_and_a_wait() -> None:
