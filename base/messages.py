@@ -283,6 +283,8 @@ class Heartbeat:
     """Tokens of prompts that a step may have; 0: not said."""
     experts: ExpertLoad | None = None
     """How evenly experts are chosen; None: the model has none, or nobody chose one yet."""
+    num_shared_blocks: int = 0
+    """So many more blocks would be held if no sequence held a block that another one holds too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class BlockPool:
         self._stored: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
         self._listeners: list[Callable[[], None]] = []
+        self.num_shared = 0
+        """Number of holds on blocks that somebody else holds too: so many more blocks were held else."""
         self.num_promised = 0
         """Number of available blocks that `allocate` gives and `allocate_spare` leaves."""
 
@@ -111,10 +113,12 @@ class BlockPool:
         """Hold blocks that have content, or that somebody holds already, once more."""
         for block_id in block_ids:
             held = self._ref_counts.get(block_id, 0)
-            if not held and block_id in self._evicted_first:
+            if held:
+                self.num_shared += 1
+            elif block_id in self._evicted_first:
                 del self._evicted_first[block_id]
                 self._goes_first.add(block_id)
-            elif not held:
+            else:
                 assert block_id in self._evictable, f"block {block_id} is free"
                 del self._evictable[block_id]
             self._ref_counts[block_id] = held + 1
@@ -141,6 +145,7 @@ class BlockPool:
                 (self._goes_first.add if evict_first else self._goes_first.discard)(block_id)
             if held > 1:
                 self._ref_counts[block_id] = held - 1
+                self.num_shared -= 1
                 continue
             del self._ref_counts[block_id]
             if block_hash is None:
@@ -201,6 +206,7 @@ class BlockPool:
         places = [*self._free, *self._evictable, *self._evicted_first, *self._ref_counts]
         assert sorted(places) == list(range(self.num_blocks)), "a block is lost, or in two places"
         assert all(count >= 1 for count in self._ref_counts.values())
+        assert self.num_shared == sum(self._ref_counts.values()) - self.num_held
         assert not set(self._free) & self._hash_of.keys(), "a free block has a name"
         assert self._evictable.keys() | self._evicted_first.keys() <= self._hash_of.keys(), (
             "a cached block has no name"

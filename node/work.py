@@ -236,6 +236,7 @@ class ConductorWork:
             sequence=self._num_heartbeats,
             num_free_blocks=pool.num_available,
             num_held_blocks=pool.num_held,
+            num_shared_blocks=pool.num_shared,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             num_queued_tokens=scheduler.num_remaining_tokens,

@@ -132,7 +132,7 @@ class StepCost(_message.Message):
     def __init__(self, prefill_token_s: _Optional[float] = ..., prefill_token2_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_token_s: _Optional[float] = ..., chunk_step_s: _Optional[float] = ..., mixed_step_s: _Optional[float] = ..., chunk_sequence_s: _Optional[float] = ..., chunk_token2_s: _Optional[float] = ..., attention_rows: _Optional[int] = ..., long_chunk_tokens: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ..., decode_experts_s: _Optional[float] = ..., expert_share: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "is_draining", "roles", "fence", "next_kv_event", "num_step_rows", "num_step_prompt_tokens", "step_budget_tokens", "experts")
+    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "is_draining", "roles", "fence", "next_kv_event", "num_step_rows", "num_step_prompt_tokens", "step_budget_tokens", "experts", "num_shared_blocks")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,7 @@ class Heartbeat(_message.Message):
     NUM_STEP_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     num_free_blocks: int
     num_held_blocks: int
@@ -163,7 +164,8 @@ class Heartbeat(_message.Message):
     num_step_prompt_tokens: int
     step_budget_tokens: int
     experts: ExpertLoad
-    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., next_kv_event: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., num_step_prompt_tokens: _Optional[int] = ..., step_budget_tokens: _Optional[int] = ..., experts: _Optional[_Union[ExpertLoad, _Mapping]] = ...) -> None: ...
+    num_shared_blocks: int
+    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., next_kv_event: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., num_step_prompt_tokens: _Optional[int] = ..., step_budget_tokens: _Optional[int] = ..., experts: _Optional[_Union[ExpertLoad, _Mapping]] = ..., num_shared_blocks: _Optional[int] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("num_choices", "busiest", "busiest_of_a_layer", "busiest_rank", "ranks")

@@ -186,6 +186,7 @@ class ClusterView:
         node = self._nodes[node_id]
         known = node.heard
         node.events.reached(beat.next_kv_event)
+        node.shared_tokens = float(beat.num_shared_blocks * self.block_size)
         if now_s >= node.full_until_s:
             node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
         foreign_s = self._foreign_queue_s(node, beat)

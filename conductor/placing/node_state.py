@@ -48,6 +48,8 @@ class NodeState:
     decode_sequences: int = 0
     decode_context_tokens: float = 0.0
     peak_tokens: float = 0.0
+    # of their KV, which lies in blocks of one another
+    shared_tokens: float = 0.0
     # of those, decoding already
     running_sequences: int = 0
     running_context_tokens: float = 0.0
@@ -105,8 +107,8 @@ class NodeState:
 
     def free_tokens(self) -> float:
         """Return the tokens of KV that are free or evictable, as far as we know."""
-        left, reported = self.capacity_tokens - self.peak_tokens, self.reported_free_tokens
-        return left if left < reported else reported
+        left = self.capacity_tokens - self.peak_tokens + self.shared_tokens
+        return left if left < self.reported_free_tokens else self.reported_free_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -35,6 +35,16 @@ def test_released_blocks_are_matched_again() -> None:
     assert pool.match(chain(1, 2, 9)) == table[:2]
 
 
+def test_blocks_that_several_hold_are_counted_once_for_each_but_the_first() -> None:
+    pool = BlockPool(8)
+    tables = [fill(pool, chain(1, 2, 3)), fill(pool, chain(1, 2, 4)), fill(pool, chain(1, 5))]
+    assert (pool.num_held, pool.num_shared) == (5, 3)
+    for table, left in zip(tables, [1, 0, 0], strict=True):
+        pool.release(table)
+        assert pool.num_shared == left
+        pool.check()
+
+
 def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
     pool = BlockPool(3)
     table = fill(pool, chain(1, 2, 3))

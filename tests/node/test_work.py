@@ -106,6 +106,8 @@ async def test_a_heartbeat_says_what_the_last_step_was_made_of():
         part.role.prefill(Prefill(work(33, max_tokens=4), stays=True))
         await part.role.tasks.idle()
         last = told.heartbeat()
+        held = [part.pool.match(part.pool.snapshot()) for _ in range(3)]
+        assert told.heartbeat().num_shared_blocks == 2 * len(held[0]) > 0
     steps = [(beat.num_step_rows, beat.num_step_prompt_tokens) for beat in beats]
     assert steps[:5] == [(0, 16), (0, 16), (0, 1), (1, 0), (1, 0)], "chunks of 16, then a row a step"
     queued = [beat.num_queued_tokens for beat in beats[:5]]

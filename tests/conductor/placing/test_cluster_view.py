@@ -10,6 +10,7 @@ from base.errors import StaleError
 from base.kv_layout import head_layout
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.decode_projection import FEWEST_LENGTHS
+from conductor.placing.placement import Rejection
 from conductor.placing.scheduler import place
 from tests.conductor.builders import (
     make_cost,
@@ -195,6 +196,23 @@ def test_a_node_that_refused_a_reservation_is_full_until_a_later_heartbeat() -> 
     assert require_placement(place(request, view, COST, 0.0)).decode_node != placement.decode_node
     view.heartbeat(placement.decode_node, make_heartbeat(), 1.0)
     assert require_placement(place(request, view, COST, 1.0)).decode_node == placement.decode_node
+
+
+def test_sequences_that_hold_blocks_of_one_another_leave_as_much_room_for_more() -> None:
+    view = make_view(1, 0)
+    view.add_node(make_info("d0", Role.DECODE, num_blocks=100), 0.0)
+    asked = [make_request(f"r{number}", blocks=30, max_tokens=1) for number in range(5)]
+    for request in asked[:3]:
+        view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=10), 0.0)
+    assert isinstance(place(asked[3], view, COST, 0.0), Rejection)
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=50, num_shared_blocks=40), 0.0)
+    view.placed(asked[3], require_placement(place(asked[3], view, COST, 0.0)), 0.0)
+    assert isinstance(place(asked[4], view, COST, 0.0), Rejection), "50 were free, and 30 of them are taken"
+    for request in asked[:4]:
+        view.finished(request.request_id, 0.0)
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=100), 0.0)
+    assert view.node(NodeId("d0")).free_tokens() == 100 * view.block_size
 
 
 def test_roles_are_those_that_the_node_tells() -> None:
