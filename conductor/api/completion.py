@@ -258,6 +258,8 @@ class Completions:
                         piece = _to_text(part, asked, stream)
                         if part.prompt_logprobs is not None:
                             piece = piece._replace(prompt_logprobs=part.prompt_logprobs)
+                        if options.is_prompt_alone:
+                            piece = piece.of_prompt_alone()
                         book.add(piece)
                         if piece.finish_reason is not None and whole.finish_reason is None:
                             await enough(generated)  # now: a client may take its time to read the piece
@@ -361,7 +363,7 @@ class _Book:
 
     def add(self, piece: Piece) -> None:
         metrics, num_tokens = self._metrics, len(piece.tokens)
-        if not self._num_tokens and num_tokens:
+        if not self._num_tokens and (num_tokens or self._asked.options.is_prompt_alone):
             self._first_at_s = self._clock.now_s()
             metrics.ttft.observe(self._first_at_s - self._asked.arrived_at_s)
             self._add_prompt(piece.num_cached_tokens)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import NamedTuple
 
 from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, SampledToken
@@ -26,14 +25,6 @@ PART_CHARS = 1 << 16
 PART_TOKENS = 1 << 14
 
 
-class Echo(NamedTuple):
-    """The prompt as a client is shown it."""
-
-    text: str
-    is_alone: bool
-    """Whether the answer is the prompt and no more."""
-
-
 class Generation:
     """The choices of a call. Owned by the event loop."""
 
@@ -45,11 +36,11 @@ class Generation:
         request_id: str,
         turn: ChatTurn | None,
         call_id: Callable[[str, int], str],
-        echo: Echo | None,
+        echo: str | None,
     ) -> None:
         """Begin. `asked`: the request of all choices, which the client calls `request_id`.
 
-        `turn`, None: the answer is text and no more; `echo`, None: nothing is shown of the prompt. `call_id`
+        `turn`, None: the answer is text and no more; `echo`: the prompt's text, where it is shown. `call_id`
         names a call by its tool and its number.
         """
         self._completions, self._asked, self._request_id = completions, asked, request_id
@@ -81,8 +72,6 @@ class Generation:
                         async with aclosing(self._shown_prompt(echo, piece.prompt_logprobs)) as shown:
                             async for response in shown:
                                 yield response
-                if self._echo is not None and self._echo.is_alone:
-                    piece = piece.of_prompt_alone()
                 response = self._response(index, piece)
                 if self._turn is not None:
                     num_calls = self._take_apart(piece, response, num_calls)
@@ -104,9 +93,9 @@ class Generation:
         return num_calls
 
     async def _shown_prompt(
-        self, echo: Echo, logprobs: PromptLogprobs | None
+        self, text: str, logprobs: PromptLogprobs | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        token_ids, text = self._asked.request.token_ids, echo.text
+        token_ids = self._asked.request.token_ids
         num_top = self._asked.request.num_prompt_logprobs or 0
         count = max(1, PART_UNITS // (1 + num_top)) if logprobs is not None else PART_TOKENS
         for at in range(max(-(-len(text) // PART_CHARS), -(-len(token_ids) // count))):

@@ -78,7 +78,7 @@ async def completion(backend: Backend, body: CompletionBody, caller: Caller, rep
     is_prompt_alone = bool(body.echo) and body.max_tokens == 0
     options = to_options(body, 1 if is_prompt_alone else body.max_tokens, body.logprobs)
     if body.echo:
-        options = options._replace(prompt_logprobs=body.logprobs)
+        options = options._replace(prompt_logprobs=body.logprobs, is_prompt_alone=is_prompt_alone)
     check_options(options, caller, model)
     if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
         raise invalid("n", f"at most {MAX_CHOICES} choices of all prompts together")
@@ -88,9 +88,7 @@ async def completion(backend: Backend, body: CompletionBody, caller: Caller, rep
         num_tokens = sum(len(prompt.given_ids) for prompt in prompts)
         check_prompt_logprobs(num_tokens, options.prompt_logprobs)
     requests = _requests(backend, prompts, options, caller, reply, DEFAULT_COMPLETION_TOKENS)
-    answer = _Generation(COMPLETION, backend, body, prompts, requests, reply)
-    answer.is_prompt_alone = is_prompt_alone
-    await answer.answer()
+    await _Generation(COMPLETION, backend, body, prompts, requests, reply).answer()
 
 
 def _check(body: ChatBody | CompletionBody, model: ServedModel, reply: Reply) -> None:
@@ -150,8 +148,6 @@ class _Generation:
     ) -> None:
         """Begin. `requests`: one for each prompt; `turn`: of a chat whose answers are taken apart."""
         self._turn = turn
-        self.is_prompt_alone = False
-        """Whether the answer is the prompt and no more."""
         self._completions = backend.completions
         self._prompts = prompts
         self._reply = reply
@@ -225,8 +221,6 @@ class _Generation:
             async for piece in pieces:
                 if piece.prompt_logprobs is not None:
                     await self._show_prompt(at // self._n, piece.prompt_logprobs)
-                if self.is_prompt_alone:
-                    piece = piece.of_prompt_alone()
                 if prefilled is not None:
                     prefilled.set()
                 if stream is None:

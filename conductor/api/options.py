@@ -62,6 +62,8 @@ class Options(NamedTuple):
     """Special tokens that are part of the text all the same: a parser reads them."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    is_prompt_alone: bool = False
+    """Whether the answer is the prompt and no more: of the one token that is sampled, clients see nothing."""
     priority: int = 0
     cache_salt: str = ""
 

@@ -29,7 +29,7 @@ from conductor.api.embeddings.batch import EmbeddingBatch, Input, Wanted, num_di
 from conductor.api.embeddings.generation import MAX_INPUTS
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
 from conductor.api.grpc_chat import Conversation, conversation
-from conductor.api.grpc_generation import Echo, Generation
+from conductor.api.grpc_generation import Generation
 from conductor.api.headers import Caller
 from conductor.api.openai_schema import MAX_CHOICES
 from conductor.api.openai_tools import MAX_TOOL_CALLS, MAX_TOOLS
@@ -205,8 +205,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _shown_prompt(
         self, message: inference_pb2.GenerateRequest, prompt: str | tuple[int, ...], options: Options
-    ) -> tuple[tuple[int, ...], Echo | None]:
-        """Return a prompt's token ids, and what is shown of it; None: nothing."""
+    ) -> tuple[tuple[int, ...], str | None]:
+        """Return a prompt's token ids, and the text that is shown of it; None: nothing."""
         text = prompt
         if isinstance(prompt, str):
             adds_special = not message.HasField("add_special_tokens") or message.add_special_tokens
@@ -219,7 +219,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             check_prompt_logprobs(len(token_ids), options.prompt_logprobs)
         if not isinstance(text, str):
             text = await token_ids_text(self._model, token_ids, "prompt", options.skip_special_tokens)
-        return token_ids, Echo(text, _is_prompt_alone(message))
+        return token_ids, text
 
 
 Prompt = str | tuple[int, ...] | Conversation | None
@@ -292,6 +292,7 @@ def _options(message: inference_pb2.GenerateRequest) -> Options:
         skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
         logprobs=logprobs,
         prompt_logprobs=logprobs if message.echo else None,
+        is_prompt_alone=_is_prompt_alone(message),
         priority=message.priority,
         cache_salt=message.cache_salt,
     )

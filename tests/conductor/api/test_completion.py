@@ -18,6 +18,7 @@ from tests.conductor.fakes import MODEL, spoken
 from tests.manual_clock import ManualClock
 
 UNBOUNDED = Slo()
+OPTIONS = Options()
 TIMES = PrefillTimes(queue_s=0.25, compute_s=0.5, exposed_transfer_s=0.125)
 
 
@@ -41,7 +42,7 @@ class TimedDispatcher:
         yield second
 
 
-async def run(model, slo=UNBOUNDED, gap_s=0.25, failure=None, limit=None):
+async def run(model, slo=UNBOUNDED, gap_s=0.25, failure=None, limit=None, options=OPTIONS):
     """Run one request that arrived 0.0625 s before it was dispatched; return the metrics' samples."""
     clock = ManualClock()
     metrics = ConductorMetrics(process_registry(), MODEL)
@@ -50,7 +51,7 @@ async def run(model, slo=UNBOUNDED, gap_s=0.25, failure=None, limit=None):
     with completions.call(Client()) as call:
         clock.advance(0.0625)
         request = make_request(
-            RequestId("r"), (5, 6, 7), Options(), Caller(call.arrived_at_s, slo), model, random.Random(1)
+            RequestId("r"), (5, 6, 7), options, Caller(call.arrived_at_s, slo), model, random.Random(1)
         )
         with pytest.raises(type(failure)) if failure else nullcontext():
             async with aclosing(completions.generate(request)) as pieces:
@@ -81,6 +82,17 @@ async def test_tokens_are_counted_once_and_with_the_first_token(model):
     assert samples[("conductor_request_seconds_sum",)] == 1.3125
     assert samples[("conductor_request_tbt_seconds_sum",)] == 0.25
     assert samples[("conductor_request_tbt_seconds_count",)] == 1
+    assert samples[("conductor_sequences_total", "length")] == 1
+
+
+async def test_a_prompt_that_is_shown_alone_has_no_token_that_was_sent(model):
+    samples = await run(model, options=Options(max_tokens=1, is_prompt_alone=True))
+    assert samples[("conductor_generation_tokens_total",)] == 0
+    assert samples[("conductor_request_generation_tokens_sum",)] == 0
+    assert samples[("conductor_request_prompt_tokens_count",)] == 1
+    assert samples[("conductor_prompt_tokens_total",)] == 3
+    assert samples[("conductor_cached_tokens_total",)] == 2
+    assert samples[("conductor_ttft_seconds_sum",)] == 1.0625
     assert samples[("conductor_sequences_total", "length")] == 1
 
 
