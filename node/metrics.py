@@ -9,7 +9,7 @@ from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
 from base.request import RequestId
 from engine.build import Engine
-from engine.step import StepPlan
+from engine.step import StepEntry, StepPlan
 from prefill_node.sender import PrefillObserver
 from transfer.transport import MEASURED_FROM_BYTES, TransferFacts, TransferObserver
 
@@ -44,8 +44,8 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
         num_preemptions, num_swaps = scheduler.num_preemptions, scheduler.num_swaps
         if not plan.entries:
             return
-        chunks = [entry for entry in plan.entries if entry.num_tokens > 1]
-        (metrics.prefill_step if chunks else metrics.decode_step).observe(seconds)
+        (metrics.prefill_step if plan.has_chunks else metrics.decode_step).observe(seconds)
+        chunks = [entry for entry in plan.entries if _is_of_prompt(entry)]
         computed.inc(sum(entry.num_tokens for entry in chunks))
         for entry in chunks:
             # The first chunk after admission begins where the matched prefix ends.
@@ -54,6 +54,11 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
         metrics.decode_tokens.inc(sum(entry.samples for entry in plan.entries))
 
     engine.loop.on_step(on_step)
+
+
+def _is_of_prompt(entry: StepEntry) -> bool:
+    """Return whether tokens are computed that were not sampled here, the last one alone too."""
+    return entry.num_tokens > 1 or entry.start < entry.sequence.num_prompt_tokens
 
 
 def _expert_loads(engine: Engine) -> dict[tuple[str, ...], float]:
