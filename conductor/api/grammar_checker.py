@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT_CHARS = 8 << 20
 """Characters of all grammars whose answers are kept; those asked for longest ago go."""
+LEAST_CHARS = 512
+"""Characters that each answer is charged with besides: its objects take as much of a short grammar."""
 MAX_WAITING = 64
 """Grammars that wait for the process."""
 MAX_LINE_BYTES = 16 * MAX_GRAMMAR_CHARS
@@ -149,14 +151,15 @@ class GrammarChecker:
 
     def _keep(self, asked: Grammar, found: Grammar | str) -> None:
         self._known[asked] = found
-        self._num_chars += len(asked.source) + _num_chars(found)
+        self._num_chars += _num_chars(asked, found)
         while self._num_chars > MAX_KEPT_CHARS:
             oldest, answer = self._known.popitem(last=False)
-            self._num_chars -= len(oldest.source) + _num_chars(answer)
+            self._num_chars -= _num_chars(oldest, answer)
 
 
-def _num_chars(found: Grammar | str) -> int:
-    return len(found) if isinstance(found, str) else len(found.source)
+def _num_chars(asked: Grammar, found: Grammar | str) -> int:
+    """Return how many characters an answer is charged with."""
+    return LEAST_CHARS + len(asked.source) + len(found if isinstance(found, str) else found.source)
 
 
 async def _line(process: Process) -> dict[str, str]:

@@ -101,8 +101,11 @@ async def test_more_grammars_than_may_wait_are_rejected(checker, monkeypatch):
     assert all(isinstance(error, RejectedError) for error in results[4:])
 
 
-async def test_answers_are_kept_up_to_a_bound(checker, monkeypatch):
-    monkeypatch.setattr(grammar_checker, "MAX_KEPT_CHARS", 60)
+@pytest.mark.parametrize("least", [0, grammar_checker.LEAST_CHARS])
+async def test_answers_are_kept_up_to_a_bound(checker, monkeypatch, least):
+    """A short grammar is charged with what its objects take."""
+    monkeypatch.setattr(grammar_checker, "LEAST_CHARS", least)
+    monkeypatch.setattr(grammar_checker, "MAX_KEPT_CHARS", 60 + len(GRAMMARS) * least)
     for grammar in GRAMMARS:
         await checker.checked(grammar, "x")
     await checker.checked(GRAMMARS[-1], "x")
