@@ -236,6 +236,8 @@ class NodeInfo:
     """Bytes of a token's KV in all layers and ranks; 0: not said."""
     max_batch: int = 0
     """Sequences of one step, at most; 0: not said."""
+    chunk_tokens: int = 0
+    """Tokens of prompts in one step, at most; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)

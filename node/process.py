@@ -186,6 +186,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         weights_error=engine.quantization.error,
         kv_token_bytes=engine.layout.token_bytes,
         max_batch=engine.loop.scheduler.max_batch,
+        chunk_tokens=engine.loop.scheduler.chunk_tokens,
     )
 
 

@@ -54,7 +54,7 @@ class ConductorMessage(_message.Message):
     def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., granted: _Optional[_Iterable[_Union[Granted, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ..., wants_snapshot: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_id", "epoch", "roles", "model_id", "layout_id", "max_model_len", "num_blocks", "block_size", "peer", "protocol_version", "host", "weights", "weights_error", "kv_token_bytes", "max_batch")
+    __slots__ = ("node_id", "epoch", "roles", "model_id", "layout_id", "max_model_len", "num_blocks", "block_size", "peer", "protocol_version", "host", "weights", "weights_error", "kv_token_bytes", "max_batch", "chunk_tokens")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Register(_message.Message):
     WEIGHTS_ERROR_FIELD_NUMBER: _ClassVar[int]
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     epoch: int
     roles: _containers.RepeatedScalarFieldContainer[str]
@@ -85,7 +86,8 @@ class Register(_message.Message):
     weights_error: float
     kv_token_bytes: int
     max_batch: int
-    def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_id: _Optional[str] = ..., layout_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., protocol_version: _Optional[int] = ..., host: _Optional[str] = ..., weights: _Optional[str] = ..., weights_error: _Optional[float] = ..., kv_token_bytes: _Optional[int] = ..., max_batch: _Optional[int] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_id: _Optional[str] = ..., layout_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., protocol_version: _Optional[int] = ..., host: _Optional[str] = ..., weights: _Optional[str] = ..., weights_error: _Optional[float] = ..., kv_token_bytes: _Optional[int] = ..., max_batch: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("lease_s", "heartbeat_s", "conductor_epoch", "step_cost")

@@ -82,6 +82,8 @@ class NodeSeen(NamedTuple):
     """The ratio of prompts that are longer than usual: of what was measured, before it was doubted."""
     longer_pace_class: int | None = None
     """The node's class with longer prompts; None: in `pace_class`."""
+    chunk_tokens: int = 0
+    """Tokens of prompts in one step, at most; 0: not said."""
 
 
 class ViewSeen(NamedTuple):
@@ -253,13 +255,15 @@ def _node_seen(view: ClusterView, node: NodeState, groups: list[Group]) -> NodeS
         node.info.max_batch,
         learned.prefill.measured_ratio,
         longer_class,
+        node.info.chunk_tokens,
     )
 
 
 def _restore(view: ClusterView, node: NodeSeen, made: Decision, cost: CostModel) -> None:
     roles = {Role.PREFILL: node.prefills, Role.DECODE: node.decodes}
     has = frozenset(role for role in roles if roles[role])
-    info = bare_node(node.node_id, has, 0, view.block_size, max_batch=node.max_batch)
+    sizes = node.max_batch, node.chunk_tokens
+    info = bare_node(node.node_id, has, 0, view.block_size, 0, *sizes)
     state = view.add_node(info, 0.0)
     state.num_queued = node.num_queued
     state.queued_s = node.queued_s

@@ -30,7 +30,7 @@ from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.prefill_policies import copy_s
-from conductor.placing.prompt_share import LEAST_SHARE, share_beside, share_when_begun
+from conductor.placing.prompt_share import LEAST_SHARE, most_tokens_s, share_beside, share_when_begun
 
 QUEUE_S = 2.0
 """A queue of so many seconds takes all of a prefill node's time."""
@@ -207,7 +207,8 @@ def _share_joined(request: PlacementRequest, node: NodeState, length_s: float, c
     sequences, tokens = node.decode_sequences + 1, node.decode_context_tokens + request.num_tokens
     ratio = node.learned.decode.ratio
     around_s = cost.placed_around_s(sequences, tokens, node.places) * ratio
-    return share_beside(_joined_s(request, node, cost), around_s, length_s, cost.chunk_part_s * ratio)
+    most_s = most_tokens_s(node, sequences, cost) * ratio
+    return share_beside(_joined_s(request, node, cost), around_s, length_s, cost.chunk_part_s * ratio, most_s)
 
 
 def _joined_s(request: PlacementRequest, node: NodeState, cost: CostModel) -> float:

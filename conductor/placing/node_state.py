@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from base.errors import StaleError
@@ -145,10 +145,12 @@ def bare_node(
     block_size: int,
     epoch: int = 0,
     max_batch: int = 0,
+    chunk_tokens: int = 0,
 ) -> NodeInfo:
     """Return a node that nobody can connect to: what placement reads of one, and no more."""
     peer = PeerDescriptor(node_id, epoch, ())
-    return NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "", max_batch=max_batch)
+    info = NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "")
+    return replace(info, max_batch=max_batch, chunk_tokens=chunk_tokens)
 
 
 def require_same_kv(info: NodeInfo, others: Iterable[NodeInfo], block_size: int) -> None:

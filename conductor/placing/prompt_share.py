@@ -5,6 +5,11 @@ are not the chunk's tokens': what it takes for any chunk, and for those who deco
 short for its step is not begun: some steps without prompts save for it, as `base/step_budget.py` has it.
 
     share = 1 - (saving steps x step + around) / ((saving steps + 1) x length)
+
+A step has `chunk_tokens` of prompts at most. Where these end before those who decode have to have their next
+tokens, steps with chunks follow each other:
+
+    share = their seconds / (around + their seconds)
 """
 
 from __future__ import annotations
@@ -48,7 +53,17 @@ def prompt_share(
     length_s = KEPT_MEAN * bound_s
     if not step_s < length_s < inf:
         length_s = target_gap_s(step_s)
-    return share_beside(step_s, around_s, length_s, cost.chunk_part_s * ratio)
+    most_s = most_tokens_s(node, sequences, cost)
+    return share_beside(step_s, around_s, length_s, cost.chunk_part_s * ratio, most_s * ratio)
+
+
+def most_tokens_s(node: NodeState, sequences: float, cost: CostModel) -> float:
+    """Return the seconds of as many tokens of prompts as a step has beside sequences; infinity: not said."""
+    if not (tokens := node.info.chunk_tokens):
+        return inf
+    # as `engine/scheduler.py` leaves them
+    left = tokens - min(sequences, tokens // 2)
+    return left * cost.step.prefill_token_s
 
 
 def share_beside_running(node: NodeState, bound_s: float, cost: CostModel) -> float:
@@ -75,21 +90,28 @@ def share_when_begun(node: NodeState, cost: CostModel) -> float:
     return prompt_share(node, sequences, tokens, step_s, node.tightest_tbt_s, cost)
 
 
-def share_beside(step_s: float, around_s: float, length_s: float, part_s: float) -> float:
+def share_beside(
+    step_s: float, around_s: float, length_s: float, part_s: float, most_s: float = inf
+) -> float:
     """Return the share of prompts where gaps may be of a length; not more than 0: none.
 
     Args:
         step_s: Of a step without prompts.
         around_s: Of a step with a chunk, but for those of its tokens.
         part_s: Of those, what it takes for any chunk; 0: no steps with chunks were measured.
+        most_s: Of the tokens that it has at most.
     """
+    whole_s = most_s / TOKENS_SHARE if part_s else most_s
+    if (longest_s := max(step_s, around_s + whole_s)) < length_s:
+        return most_s / longest_s
     saved_s = length_s - step_s
     if saved_s <= 0.0:
         return saved_s / length_s
     missing_s, steps = around_s - length_s, 0.0
-    if WELL_WORTHWHILE * part_s + missing_s > 0.0:
-        steps = min(PATIENCE_STEPS, (WELL_WORTHWHILE * part_s + missing_s) / saved_s)
-        steps = max(steps, min(STARVED_STEPS, (WORTHWHILE * part_s + missing_s) / saved_s))
+    if (well_s := min(WELL_WORTHWHILE * part_s, whole_s) + missing_s) > 0.0:
+        steps = min(PATIENCE_STEPS, well_s / saved_s)
+        worth_s = min(WORTHWHILE * part_s, whole_s) + missing_s
+        steps = max(steps, min(STARVED_STEPS, worth_s / saved_s))
     share = 1.0 - (steps * step_s + around_s) / ((steps + 1.0) * length_s)
     return share * TOKENS_SHARE if part_s else share
 

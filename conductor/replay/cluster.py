@@ -169,8 +169,8 @@ class SimCluster:
     def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
         num_blocks = node.spec.profile.device_kv_tokens // self._block_size
         places = self.options.max_batch
-        max_batch = 0 if places == inf else int(places)
-        info = bare_node(node.node_id, roles, num_blocks, self._block_size, node.epoch, max_batch)
+        sizes = 0 if places == inf else int(places), node.spec.chunk_tokens
+        info = bare_node(node.node_id, roles, num_blocks, self._block_size, node.epoch, *sizes)
         for view in self.views:
             view.add_node(info, self.now_s)
         for news in self._news:

@@ -217,6 +217,7 @@ class SimNode:
             peer=self.agent.descriptor,
             host=self.plan.name,
             max_batch=self.engine.scheduler.max_batch,
+            chunk_tokens=self.engine.scheduler.chunk_tokens,
         )
 
     def _faulty(self, transport):

@@ -25,7 +25,7 @@ def history(seed, settings, num_requests=80):
     """Decisions of a small busy cluster, with corrections, fetches, drains and rejections."""
     rng = random.Random(seed)
     view, now_s, running, made = make_view(3, 1, COST), 0.0, [], []
-    view.add_node(make_info("d1", Role.DECODE, max_batch=10 * seed), 0.0)
+    view.add_node(make_info("d1", Role.DECODE, max_batch=10 * seed, chunk_tokens=256 * seed), 0.0)
     view.add_node(make_info("d2", Role.DECODE, max_batch=2 * seed), 0.0)
     if settings.roles_follow:
         for slot in range(3):

@@ -8,7 +8,7 @@ from base.request import NodeId, RequestId, Role, Slo
 from base.step_budget import KEPT_MEAN, BudgetedStep, DecodeLoad, target_gap_s
 from base.step_cost import attended_by
 from conductor.placing.cost_model import CostModel
-from conductor.placing.prompt_share import share_beside, share_when_begun
+from conductor.placing.prompt_share import prompt_share, share_beside, share_when_begun
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profiles.reader import load_profile
@@ -21,9 +21,10 @@ LOADS = ((1, 8_000), (4, 32_000), (20, 160_000), (60, 24_000))
 BOUNDS_S = (0.008, 0.015, 0.03, 0.1, inf)
 
 
-def given_share(cost, batch, context_tokens, bound_s):
+def given_share(cost, batch, context_tokens, bound_s, chunk_tokens=8_192):
     """Return what prompts without end have of the seconds of many steps, as their budgets are."""
     step, length_s = cost.step, KEPT_MEAN * bound_s
+    most = chunk_tokens - min(batch, chunk_tokens // 2)
     step_s = step.decode_step_s(batch, context_tokens)
     left_s, starved, spent_s, tokens = length_s, 0, 0.0, 0
     for _ in range(STEPS):
@@ -31,7 +32,7 @@ def given_share(cost, batch, context_tokens, bound_s):
             load = DecodeLoad(batch, context_tokens, longest_left_s=target_gap_s(step_s))
         else:
             load = DecodeLoad(batch, context_tokens, mean_left_s=left_s, saving_s=length_s - step_s)
-        taken = BudgetedStep(8_192, step, load, starved, num_prompts=1).take(8_192, 0)
+        taken = BudgetedStep(most, step, load, starved, num_prompts=1).take(8_192, 0)
         took_s = step_s
         if taken:
             took_s = step.with_chunks_s(taken, attended_by(taken, 0), batch, context_tokens)
@@ -42,11 +43,11 @@ def given_share(cost, batch, context_tokens, bound_s):
     return tokens * step.prefill_token_s / spent_s
 
 
-def predicted_share(cost, batch, context_tokens, bound_s):
+def predicted_share(cost, batch, context_tokens, bound_s, chunk_tokens=0):
+    view = make_view(0, 0, cost=cost)
+    view.add_node(make_info("n0", Role.PREFILL, Role.DECODE, chunk_tokens=chunk_tokens), 0.0)
     step_s = cost.decode_step_s(batch, context_tokens)
-    around_s, part_s = cost.step.around_chunks_s(batch, context_tokens), cost.step.chunk_part_s(batch)
-    length_s = target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
-    return share_beside(step_s, around_s, length_s, part_s)
+    return prompt_share(view.node(NodeId("n0")), batch, context_tokens, step_s, bound_s, cost)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -60,6 +61,18 @@ def test_prompts_have_the_share_of_steps_that_was_predicted(profile):
     assert len(ratios) >= 8
     assert 0.9 < sorted(ratios)[len(ratios) // 2] < 1.1
     assert all(0.9 < ratio < 1.4 for ratio in ratios)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_prompts_have_no_more_of_a_step_than_its_chunk(profile):
+    cost, ratios = CostModel(load_profile(profile)), []
+    for batch, context_tokens in LOADS:
+        for bound_s in BOUNDS_S:
+            if cost.decode_step_s(batch, context_tokens) <= 0.8 * KEPT_MEAN * bound_s:
+                case = batch, context_tokens, bound_s, 512
+                ratios.append(predicted_share(cost, *case) / given_share(cost, *case))
+    assert len(ratios) >= 8
+    assert all(0.9 < ratio < 1.1 for ratio in ratios)
 
 
 def test_a_step_as_long_as_its_bound_leaves_prompts_nothing():

@@ -59,6 +59,24 @@ def test_who_would_miss_its_bound_is_refused_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_looser_bounds_on_gaps_leave_first_tokens_in_time_where_a_chunk_ends_before_them(seed: int) -> None:
+    # a step of 512 tokens ends long before 120 ms, and those who decode have as much of it as ever
+    cost, rng, at_s = CostModel(load_profile("h200-llama8b").without_store()), random.Random(seed), 0.0
+    rows: list[TraceRequest] = []
+    while (at_s := at_s + rng.expovariate(7.5)) < 30.0:
+        first = len(rows) * 128
+        rows.append(TraceRequest(at_s, 8_192, 256, range(first, first + 128)))
+    settings = SchedulerSettings(ahead_s=0.5, ttft_headroom=0.85, roles_follow=True)
+    options = ClusterOptions(1, 1, 64, settings=settings, learns=True, decode_caches=True)
+
+    def share(bound_s: float) -> float:
+        plan = Plan(Trace("load", 64, rows), cost, replace(options, slo=Slo(2.0, bound_s)))
+        return simulate(plan).outcomes.served_share_within(2.0, bound_s)
+
+    assert share(0.12) >= share(0.03) > 0.6
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_past_capacity_who_is_served_is_served_in_time_beside_those_who_decode(seed: int) -> None:
     # prompts have a third of each step: predicted without that, a line looks a third as long as it is
     cost, rng, at_s = CostModel(load_profile("h200-llama8b").without_store()), random.Random(seed), 0.0
