@@ -26,8 +26,9 @@ is padded with saves nothing, but where more are left than this one they fill it
 * A step with a chunk costs `StepCost.chunk_part_s` whatever its length. A chunk whose tokens take less than
   WORTHWHILE times that is not begun, nor one up to five times as long that PATIENCE_STEPS steps would save
   for: the bounds on mean gaps save until it is longer.
-* Prompts that were passed over for STARVED_STEPS steps get such a chunk whatever is due: bounds that never
-  leave any hold a prompt up, but not for ever, and lose 1/STARVED_STEPS of a chunk's seconds in the mean.
+* Prompts that had nothing for STARVED_STEPS steps, passed over or without a place, get such a chunk
+  whatever is due: bounds that never leave any hold a prompt up, but not for ever, and lose 1/STARVED_STEPS
+  of a chunk's seconds in the mean.
 
 The engine's scheduler and replay's engine ask here, each with its own account of who decodes. Pure.
 """
@@ -171,6 +172,10 @@ class BudgetedStep:
     def is_full(self) -> bool:
         """Whether no prompt gets any more of it."""
         return self._is_full or self.tokens_left <= 0
+
+    def pass_over(self) -> None:
+        """Note that prompts wait for a place among the sequences of a step."""
+        self.has_passed = not self._new_tokens
 
     def take(self, wanted: int, prefix: int, weight: int = 1) -> int:
         """Take up to `wanted` tokens for a prompt of which `prefix` are computed; return how many.

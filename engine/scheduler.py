@@ -391,6 +391,8 @@ class Scheduler:
         self._pool.num_promised = 0
         for sequence in list(self._waiting):
             if len(self._running) >= self.max_batch:
+                if any(item.num_plannable_tokens > 1 for item in self._waiting):
+                    step.pass_over()
                 break
             # Nobody overtakes a sequence that waits for blocks or for what a chunk computes, but those that
             # brought theirs along: they hold them anyway, and finishing is how blocks come free.

@@ -329,6 +329,8 @@ class SimEngine:
                 break  # it will find what others have computed by then
             self._let_in(prompt, now_s)
             self._chunks.append((prompt, min(tokens, prompt.num_tokens - prompt.computed_tokens)))
+        if not self._has_place and self._known.first(self._queue) is not None:
+            step.pass_over()
         self._admit()
 
     def _take_chunk(self, request: SimRequest, step: BudgetedStep) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from base.request import FinishReason
-from base.step_budget import UNBOUNDED_GAPS, GapBounds
+from base.step_budget import STARVED_STEPS, UNBOUNDED_GAPS, GapBounds
 from base.step_cost import StepCost
 from engine.block_pool import BlockPool
 from engine.decode_slack import predicted_step_s
@@ -34,6 +34,7 @@ class TimedBench:
     cost: StepCost | None = COST
     slowness: float = 1.0
     num_blocks: int = 2000
+    max_batch: int = 32
     now_s: float = 0.0
     gaps_s: dict[str, list[float]] = field(default_factory=dict)
     last_at_s: dict[str, float] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class TimedBench:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
         self.device = FakeDevice(self.num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(self.pool, BLOCK_SIZE, 256, 32, 4000)
+        self.scheduler = Scheduler(self.pool, BLOCK_SIZE, 256, self.max_batch, 4000)
         self.scheduler.step_cost = self.cost
 
     def plan(self) -> StepPlan | None:
@@ -133,6 +134,28 @@ def test_a_bound_that_an_empty_step_breaks_or_hardly_keeps_starves_no_prompt(bou
     while prompt.first_token_at_s is None:
         assert bench.step() is not None
     assert generated(prompt)[:1] == continuation(prompt.token_ids[: prompt.num_prompt_tokens], 1)
+
+
+def test_a_prompt_for_which_no_place_is_left_in_most_steps_begins_all_the_same() -> None:
+    """Places that come free are taken by sequences that came after it, whose bounds leave it nothing."""
+    bench, joined, bounds = TimedBench(max_batch=16), 0, GapBounds(0.016)
+    for number in range(16):
+        bench.decoding(f"first{number}", bounds, max_tokens=20 + 3 * number)
+    prompt = bench.prompt("prompt", 100)
+    num_steps = 0
+    while not prompt.num_computed_tokens:
+        if bench.scheduler.num_waiting < 2:
+            joined += 1
+            later = make_sequence(f"later{joined}", [joined] * 8, 48, arrived_at_s=bench.now_s + 1e-6)
+            later.token_ids += continuation(later.token_ids, 1)
+            later.gap_bounds = bounds
+            later.num_computed_tokens, later.block_table = 8, bench.pool.allocate(2)
+            bench.device.write(StepEntry(later, 0, 8, tuple(later.block_table), False), later.token_ids[:8])
+            later.had_token(bench.now_s)
+            bench.scheduler.add(later)
+        assert bench.step() is not None
+        num_steps += 1
+        assert num_steps <= 2 * STARVED_STEPS
 
 
 def test_a_longest_gap_shorter_than_an_empty_step_counts_as_the_target() -> None:
