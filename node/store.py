@@ -10,7 +10,7 @@ from functools import partial
 from base.block_hash import HASH_BYTES, BlockHash
 from base.clock import Clock
 from base.config import NodeProcess
-from base.errors import LostError, TransferFailedError
+from base.errors import LostError
 from base.logs import event
 from base.metrics import StoreMetrics
 from engine.block_sums import block_sums, sum_kind
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 PIN_TRIES = 3
 """Each as long as a transfer may take; a pool that is pinned later costs its first request that time."""
+PINNED_BYTES = 8 << 30
+"""A large pool has a try more for each so many bytes."""
 
 
 @asynccontextmanager
@@ -96,22 +98,19 @@ async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None
     """Copy one block from a GPU's cache to the store and forget it.
 
     It has the pool pinned and the copying kernel compiled, many seconds for a large pool,
-    which no request shall wait for. Pinning goes on when a copy runs out of time, so the
-    next one finds more of it done.
+    which no request shall wait for. Pinning goes on when a copy runs out of time, and whoever
+    ends its grant waits for that. So each try has a grant of its own.
     """
-    reserved = store.reserve([BlockHash(bytes(HASH_BYTES))], "")
-    if reserved.grant is None:
-        return
-    pieces = pieces_of(segment, [0], reserved.grant.offsets, reserved.grant.length)
-    try:
-        for _ in range(PIN_TRIES):
-            try:
-                await agent.write(agent.descriptor, reserved.grant, pieces)
-            except TransferFailedError as error:
-                event(log, "store not pinned", level=logging.WARNING, reason=error)
-            else:
-                return
-    except LostError as error:
-        event(log, "store not pinned", level=logging.WARNING, reason=error)
-    finally:
-        await store.abort(reserved.ticket)
+    for _ in range(PIN_TRIES + store.segment.num_bytes // PINNED_BYTES):
+        reserved = store.reserve([BlockHash(bytes(HASH_BYTES))], "")
+        if reserved.grant is None:
+            return
+        pieces = pieces_of(segment, [0], reserved.grant.offsets, reserved.grant.length)
+        try:
+            await agent.write(agent.descriptor, reserved.grant, pieces)
+        except LostError as error:
+            event(log, "store not pinned yet", level=logging.WARNING, reason=error)
+        else:
+            return
+        finally:
+            await store.abort(reserved.ticket)
