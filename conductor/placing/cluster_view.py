@@ -186,7 +186,8 @@ class ClusterView:
         node = self._nodes[node_id]
         known = node.heard
         node.events.reached(beat.next_kv_event)
-        node.shared_tokens = float(beat.num_shared_blocks * self.block_size)
+        # of what we count, which another conductor's are no part of
+        node.shared_tokens = min(float(beat.num_shared_blocks * self.block_size), node.peak_tokens)
         if now_s >= node.full_until_s:
             node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
         foreign_s = self._foreign_queue_s(node, beat)
@@ -306,8 +307,7 @@ class ClusterView:
         if flight.tbt_slo_s != inf:
             decode.bind_tbt(flight.tbt_slo_s, -1)
         decode.decode_context_tokens -= context_tokens
-        decode.peak_tokens -= peak_tokens
-        decode.reported_free_tokens += peak_tokens
+        decode.give_back(peak_tokens)
         self._reorder(decode)
         if output_tokens is not None:
             self.projection.observe(now_s - flight.decode_from_s, output_tokens - 1)

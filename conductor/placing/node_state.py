@@ -105,6 +105,12 @@ class NodeState:
         foreign = self.foreign_queue_s, self.foreign_sequences, self.foreign_context_tokens
         return self.info.roles, self.is_draining, *foreign
 
+    def give_back(self, peak_tokens: float) -> None:
+        """Count the KV of a sequence as free that is over; what it shared is not, until the node says so."""
+        self.peak_tokens -= peak_tokens
+        self.shared_tokens = max(0.0, self.shared_tokens - peak_tokens)
+        self.reported_free_tokens += peak_tokens
+
     def free_tokens(self) -> float:
         """Return the tokens of KV that are free or evictable, as far as we know."""
         left = self.capacity_tokens - self.peak_tokens + self.shared_tokens

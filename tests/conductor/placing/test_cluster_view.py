@@ -13,6 +13,7 @@ from conductor.placing.decode_projection import FEWEST_LENGTHS
 from conductor.placing.placement import Rejection
 from conductor.placing.scheduler import place
 from tests.conductor.builders import (
+    BLOCK_SIZE,
     make_cost,
     make_heartbeat,
     make_info,
@@ -213,6 +214,25 @@ def test_sequences_that_hold_blocks_of_one_another_leave_as_much_room_for_more()
         view.finished(request.request_id, 0.0)
     view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=100), 0.0)
     assert view.node(NodeId("d0")).free_tokens() == 100 * view.block_size
+
+
+@pytest.mark.parametrize(("num_shared_blocks", "most"), [(40, 50), (1 << 31, 100)])
+def test_what_a_sequence_shared_is_not_free_when_it_ends_until_the_node_says_so(
+    num_shared_blocks: int, most: int
+) -> None:
+    view = make_view(1, 0)
+    view.add_node(make_info("d0", Role.DECODE, num_blocks=100), 0.0)
+    for name in ("first", "second"):
+        request = make_request(name, blocks=50, max_tokens=1)._replace(num_tokens=50 * BLOCK_SIZE - 1)
+        view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    node = view.node(NodeId("d0"))
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=40, num_shared_blocks=num_shared_blocks), 0.0)
+    view.finished(RequestId("first"), 0.0)
+    assert node.free_tokens() <= most * BLOCK_SIZE
+    view.finished(RequestId("second"), 0.0)
+    assert node.free_tokens() <= node.capacity_tokens
+    larger = make_request("larger", blocks=100)
+    assert isinstance(place(larger, view, COST, 0.0), Rejection)
 
 
 def test_roles_are_those_that_the_node_tells() -> None:
