@@ -197,6 +197,7 @@ def is_final(
     result: Placement | Rejection,
     turn: Turn,
     asked: PlacementRequest,
+    ahead_s: float,
     view: ClusterView,
     patience_s: float,
     has_begun: bool,
@@ -209,6 +210,7 @@ def is_final(
         result: Of `place`.
         turn: Of `turn_of`.
         asked: What `place` was asked.
+        ahead_s: What others before it take; 0: it is the next.
         view: What `place` was shown, with `num_waiting` as it is.
         patience_s: The longest that a request without a bound on TTFT waits.
         has_begun: Whether it has a token.
@@ -216,18 +218,21 @@ def is_final(
     if isinstance(result, Rejection):
         if has_begun or turn is Turn.LATER_UNLESS_INLINE:
             return False
-        return not (result.reason is RejectReason.NO_FREE_BLOCKS and _gets_blocks(asked, view, patience_s))
+        if result.reason is not RejectReason.NO_FREE_BLOCKS:
+            return True
+        return not _gets_blocks(asked, view.num_waiting if ahead_s else 0, view, patience_s)
     return turn is Turn.NOW or result.is_inline
 
 
-def _gets_blocks(asked: PlacementRequest, view: ClusterView, patience_s: float) -> bool:
+def _gets_blocks(asked: PlacementRequest, num_before: int, view: ClusterView, patience_s: float) -> bool:
     """Return whether a request without a bound on TTFT waits for blocks: one who decodes ends for each.
 
+    For it and for those before it: however many wait behind are no reason to refuse who is next.
     Who names one is rejected: whoever waits for blocks has all others wait behind it, past their bounds.
     """
     if asked.slo[0] < inf or not view.can_hold(asked.num_tokens):
         return False
-    return asked.waited_s + max(1, view.num_waiting) * a_finish_s(view) <= patience_s
+    return asked.waited_s + (num_before + 1) * a_finish_s(view) <= patience_s
 
 
 def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:

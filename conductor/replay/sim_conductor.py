@@ -196,7 +196,7 @@ class SimConductor:
             request.retries.avoid if request.retries else (),
         )
         result = self._place(asked, view, self._cost, now_s, settings, self._choose)
-        if not is_final(result, turn, asked, view, self._patience_s, has_begun):
+        if not is_final(result, turn, asked, ahead_s, view, self._patience_s, has_begun):
             if isinstance(result, Rejection) and not view.can_hold(asked.num_tokens):
                 raise LostError("no decode node is large enough to go on with it")
             request.is_promised = isinstance(result, Placement)

@@ -274,7 +274,7 @@ class Dispatcher:
         asked = state.asked(chain, now_s - state.arrived_at_s + ahead_s)
         result = place(asked, self._view, self._cost, now_s, self._settings)
         has_begun = bool(state.generated)
-        if not is_final(result, turn, asked, self._view, self._patience_s, has_begun):
+        if not is_final(result, turn, asked, ahead_s, self._view, self._patience_s, has_begun):
             if isinstance(result, Rejection) and not self._view.can_hold(asked.num_tokens):
                 self._decided(attempt, asked, result, now_s)
                 raise LostError("no decode node is large enough to go on with it")

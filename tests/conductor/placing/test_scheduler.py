@@ -251,18 +251,19 @@ def test_who_finds_no_blocks_waits_if_enough_requests_are_expected_to_end_in_tim
     assert isinstance(result, Rejection)
     assert result.reason is RejectReason.NO_FREE_BLOCKS
     view.num_waiting = 3
-    ended_s = asked.waited_s + 3 * a_finish_s(view)
-    for patience_s, waits in [(ended_s * 1.01, True), (ended_s * 0.99, False), (float("inf"), True)]:
-        for turn in (Turn.NOW, Turn.LATER_IF_PROMISING):
-            assert is_final(result, turn, asked, view, patience_s, has_begun=False) is not waits
-    assert not is_final(result, Turn.NOW, asked, view, 0.0, has_begun=True)
+    # who is next needs one to end, however many wait behind it; a later one as many more as are before it
+    for turn, ahead_s, num_ends in [(Turn.NOW, 0.0, 1), (Turn.LATER_IF_PROMISING, 1.0, 4)]:
+        ended_s = asked.waited_s + num_ends * a_finish_s(view)
+        for patience_s, waits in [(ended_s * 1.01, True), (ended_s * 0.99, False), (float("inf"), True)]:
+            assert is_final(result, turn, asked, ahead_s, view, patience_s, has_begun=False) is not waits
+    assert not is_final(result, Turn.NOW, asked, 0.0, view, 0.0, has_begun=True)
     bounded = asked._replace(slo=Slo(ttft_slo_s=1e3))
-    assert is_final(result, Turn.NOW, bounded, view, float("inf"), has_begun=False)
+    assert is_final(result, Turn.NOW, bounded, 0.0, view, float("inf"), has_begun=False)
     larger = make_request("larger", blocks=10)
     rejection = place(larger, view, COST, 0.0)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.NO_FREE_BLOCKS
-    assert is_final(rejection, Turn.NOW, larger, view, float("inf"), has_begun=False)
+    assert is_final(rejection, Turn.NOW, larger, 0.0, view, float("inf"), has_begun=False)
 
 
 def test_ttft_past_the_slo_is_rejected_with_the_prediction_and_a_wait() -> None:
