@@ -107,7 +107,9 @@ class NodeState:
 
     def give_back(self, peak_tokens: float) -> None:
         """Count the KV of a sequence as free that is over; what it shared is not, until the node says so."""
-        self.peak_tokens -= peak_tokens
+        # with none of ours left it is exactly nothing: sums of floats drift
+        is_last = self.decode_sequences == self.foreign_sequences
+        self.peak_tokens = 0.0 if is_last else self.peak_tokens - peak_tokens
         self.shared_tokens = max(0.0, self.shared_tokens - peak_tokens)
         self.reported_free_tokens += peak_tokens
 

@@ -235,6 +235,25 @@ def test_what_a_sequence_shared_is_not_free_when_it_ends_until_the_node_says_so(
     assert isinstance(place(larger, view, COST, 0.0), Rejection)
 
 
+def test_an_empty_node_takes_who_may_outgrow_it_whatever_came_before() -> None:
+    for seed in range(10):
+        rng, running = random.Random(seed), []
+        view = make_view(1, 0)
+        view.add_node(make_info("d0", Role.DECODE, num_blocks=1_000), 0.0)
+        for number in range(100):
+            request = make_request(f"r{number}", blocks=rng.randrange(1, 40), max_tokens=4_000)
+            view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+            running.append(request.request_id)
+            if len(running) > 25:
+                view.finished(running.pop(rng.randrange(len(running))), 0.0, rng.randrange(2, 1_000))
+        for request_id in running:
+            view.finished(request_id, 0.0)
+        view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=1_000), 0.0)
+        large = make_request("large", blocks=999, max_tokens=4_000)
+        large = large._replace(num_tokens=1_000 * BLOCK_SIZE - 1)
+        assert not isinstance(place(large, view, COST, 0.0), Rejection)
+
+
 def test_roles_are_those_that_the_node_tells() -> None:
     view = make_view(1, 2)
     view.heartbeat(NodeId("d0"), make_heartbeat(roles=frozenset({Role.PREFILL})), 0.0)
