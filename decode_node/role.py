@@ -130,6 +130,7 @@ class DecodeRole:
         """Preemption may take blocks from a sequence, and must not hand them to another meanwhile."""
         self._engine.pool.hold(block_ids)
         try:
-            yield
+            with self._engine.pool.sharing_nothing(block_ids):
+                yield
         finally:
             self._engine.pool.release(block_ids)

@@ -21,7 +21,8 @@ Belongs to the event loop; nothing in here is thread-safe.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from base.block_hash import BlockHash
 from base.errors import CapacityError
@@ -49,8 +50,8 @@ class BlockPool:
         self._stored: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
         self._listeners: list[Callable[[], None]] = []
-        self.num_shared = 0
-        """Number of holds on blocks that somebody else holds too: so many more blocks were held else."""
+        # Holds on blocks that somebody else holds too; and those of them that share nothing.
+        self._num_repeated = self._num_beside = 0
         self.num_promised = 0
         """Number of available blocks that `allocate` gives and `allocate_spare` leaves."""
 
@@ -114,7 +115,7 @@ class BlockPool:
         for block_id in block_ids:
             held = self._ref_counts.get(block_id, 0)
             if held:
-                self.num_shared += 1
+                self._num_repeated += 1
             elif block_id in self._evicted_first:
                 del self._evicted_first[block_id]
                 self._goes_first.add(block_id)
@@ -122,6 +123,21 @@ class BlockPool:
                 assert block_id in self._evictable, f"block {block_id} is free"
                 del self._evictable[block_id]
             self._ref_counts[block_id] = held + 1
+
+    @property
+    def num_shared(self) -> int:
+        """Number of blocks that sequences would hold besides if none held a block of another."""
+        return max(0, self._num_repeated - self._num_beside)
+
+    @contextmanager
+    def sharing_nothing(self, block_ids: Iterable[int]) -> Iterator[None]:
+        """Count a hold as none of a sequence for the length of the body: a proof's, or a lend's."""
+        num_beside = sum(self._ref_counts[block_id] > 1 for block_id in block_ids)
+        self._num_beside += num_beside
+        try:
+            yield
+        finally:
+            self._num_beside -= num_beside
 
     def release(self, block_ids: Sequence[int], evict_first: bool | None = False) -> None:
         """Give back one hold on each block of a chain, in the order of the chain.
@@ -145,7 +161,7 @@ class BlockPool:
                 (self._goes_first.add if evict_first else self._goes_first.discard)(block_id)
             if held > 1:
                 self._ref_counts[block_id] = held - 1
-                self.num_shared -= 1
+                self._num_repeated -= 1
                 continue
             del self._ref_counts[block_id]
             if block_hash is None:
@@ -206,7 +222,7 @@ class BlockPool:
         places = [*self._free, *self._evictable, *self._evicted_first, *self._ref_counts]
         assert sorted(places) == list(range(self.num_blocks)), "a block is lost, or in two places"
         assert all(count >= 1 for count in self._ref_counts.values())
-        assert self.num_shared == sum(self._ref_counts.values()) - self.num_held
+        assert self._num_repeated == sum(self._ref_counts.values()) - self.num_held
         assert not set(self._free) & self._hash_of.keys(), "a free block has a name"
         assert self._evictable.keys() | self._evicted_first.keys() <= self._hash_of.keys(), (
             "a cached block has no name"

@@ -94,7 +94,8 @@ class SegmentCache:
             )
             try:
                 send(Lent(message.request_id, grant, tuple(sums)))
-                await asyncio.sleep(message.lease_s)
+                with self.pool.sharing_nothing(block_ids):
+                    await asyncio.sleep(message.lease_s)
             finally:
                 await uninterrupted(self.agent.revoke(grant))
         finally:

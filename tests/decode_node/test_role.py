@@ -173,6 +173,8 @@ async def test_steps_run_and_nothing_is_told_until_the_sums_are(both, is_damaged
                 await asyncio.sleep(0)
         assert not any(isinstance(item, Tokens) for item in decode.sent)
         assert not decode.pool.num_cached
+        assert decode.pool.num_held
+        assert not decode.pool.num_shared, "the one sequence shares nothing with its proof"
         shard.told.set()
         await decode.said(Failed if is_damaged else Tokens)
         await finished(decode)

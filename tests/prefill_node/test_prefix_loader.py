@@ -310,3 +310,20 @@ async def test_a_loan_ends_by_itself(three):
     async with asyncio.timeout(60):
         await warm.lender.tasks.idle()
     warm.check_nothing_is_held()
+
+
+async def test_a_loan_is_none_of_what_sequences_share(three):
+    warm, _, decode = three
+    await prefilled(warm, decode, work(num_tokens=80))
+    first = warm.pool.match(CHAIN[:2])
+    await lent(warm, 0, 2)
+    assert not warm.pool.num_shared
+    second = warm.pool.match(CHAIN[:2])
+    assert warm.pool.num_shared == 2
+    warm.lender.tasks.end("lend")
+    await warm.lender.tasks.idle()
+    assert warm.pool.num_shared == 2
+    for block_ids in (first, second):
+        warm.pool.release(block_ids)
+    assert not warm.pool.num_shared
+    warm.check_nothing_is_held()
