@@ -83,10 +83,15 @@ class LoadReports:
 
     def _heartbeat(self, node: SimNode) -> Heartbeat:
         engine, coming = node.engine, self._to_decode[node.node_id]
-        reserved = sum(request.num_tokens for request in coming if request.waits_for)
-        # who has decoded already was preempted: its KV is in host memory
-        kept = (each.context_tokens for each in engine.joining if each.context_tokens == each.num_tokens)
-        context_tokens = engine.context_tokens + sum(kept)
+        left = engine.capacity_tokens - engine.context_tokens - engine.prompt_tokens
+        context_tokens = engine.context_tokens
+        for each in engine.joining:
+            # who has decoded already was preempted: its KV is in host memory
+            if each.context_tokens == each.num_tokens <= left:
+                context_tokens += each.num_tokens
+                left -= each.num_tokens
+        # what there is no room for stays where it was computed
+        reserved = min(left, sum(request.num_tokens for request in coming if request.waits_for))
         held = reserved + context_tokens + engine.prompt_tokens
         self._num_reports += 1
         return Heartbeat(
