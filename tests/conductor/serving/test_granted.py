@@ -33,7 +33,7 @@ async def test_a_prefill_node_that_is_too_small_speaks_for_itself_and_for_no_dec
 
 
 async def test_a_prompt_begins_before_its_blocks_are_set_aside_and_ends_where_they_are_refused():
-    async with conductor() as running:
+    async with conductor(patience_s=1e-9) as running:
         prefill, decode = ScriptedWork(), ScriptedWork(silent_on=Reserve)
         await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
         await running.attach(decode, node_id="d", roles=[Role.DECODE])
