@@ -220,7 +220,7 @@ class TimedNode:
         self.engine = Engine(
             loop, device, scheduler, pool, memory, layout, *limits, "timed", (self.cache.part,)
         )
-        self._info = replace(info, max_batch=scheduler.max_batch)
+        self._info = replace(info, max_batch=scheduler.max_batch, chunk_tokens=scheduler.chunk_tokens)
         self._clock, self._tasks = clock, tasks
         self._state = SharedState(self.engine, info.roles, None)
         self._kv = NodeKv(layout, (self.cache,))
