@@ -29,9 +29,7 @@ from transfer.shard import NodeKv
 log = logging.getLogger(__name__)
 
 PIN_TRIES = 3
-"""Each as long as a transfer may take; a pool that is pinned later costs its first request that time."""
-PINNED_BYTES = 8 << 30
-"""A large pool has a try more for each so many bytes."""
+"""The first ends when the pool is pinned, however late; another one copies."""
 
 
 @asynccontextmanager
@@ -98,10 +96,10 @@ async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None
     """Copy one block from a GPU's cache to the store and forget it.
 
     It has the pool pinned and the copying kernel compiled, many seconds for a large pool,
-    which no request shall wait for. Pinning goes on when a copy runs out of time, and whoever
-    ends its grant waits for that. So each try has a grant of its own.
+    which no request shall wait for. A copy that runs out of time fails once the pool is pinned,
+    and its grant may have ended by then: each try has its own.
     """
-    for _ in range(PIN_TRIES + store.segment.num_bytes // PINNED_BYTES):
+    for _ in range(PIN_TRIES):
         reserved = store.reserve([BlockHash(bytes(HASH_BYTES))], "")
         if reserved.grant is None:
             return

@@ -1,7 +1,5 @@
 """A pool that is pinned before a node serves."""
 
-from types import SimpleNamespace
-
 from base.errors import StaleError, TransferFailedError
 from node.store import PIN_TRIES, pin_pool
 from tests.kvstore.cluster import running_cluster
@@ -43,22 +41,3 @@ async def test_a_pool_that_cannot_be_pinned_is_served_all_the_same(tmp_path):
     agent = Pinning(*[LATE] * 100)
     assert await pinned(tmp_path, agent)
     assert len(agent.grants) == PIN_TRIES
-
-
-async def test_a_large_pool_has_more_tries():
-    calls = []
-
-    def reserve(chain, tenant):
-        calls.append(chain)
-        grant = SimpleNamespace(generation=1, offsets=(0,), length=64)
-        return SimpleNamespace(grant=grant, ticket=1)
-
-    async def abort(ticket):
-        assert ticket == 1
-
-    segment = SimpleNamespace(num_bytes=64 << 30)
-    store = SimpleNamespace(segment=segment, reserve=reserve, abort=abort)
-    async with running_cluster() as cluster:
-        node = await cluster.node("one", num_blocks=8)
-        await pin_pool(store, Pinning(*[LATE] * 100), node.store.segment)
-    assert len(calls) == PIN_TRIES + 8
