@@ -257,6 +257,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             # a layer whose window is not the model's cuts contexts for itself
             parts=parts[windows.index(sliding_window)] if sliding_window in windows else None,
             scales=scales,
+            groups=views.single_groups if not sliding_window and 0 in windows else None,
         )
     if not has_chunks:
         return output

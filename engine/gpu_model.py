@@ -18,7 +18,7 @@ from engine.fused_projections import use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
 from engine.kernels.decode_parts import PartCounts, count_parts, decode_parts
-from engine.kernels.paged_decode import decode_programs
+from engine.kernels.paged_decode import decode_programs, most_members
 from engine.kernels.paged_latents import DECODE_PROGRAMS, head_groups
 from engine.kernels.step_inputs import step_inputs
 from engine.last_layer import can_be_cut, dropping_result, of_wanted_rows
@@ -90,6 +90,11 @@ class GpuModel:
         """Whether attention is over latents."""
         return self._heads.are_latent
 
+    @property
+    def most_members(self) -> int:
+        """Sequences that share a prefix and are attended together, at most; 1: none are."""
+        return self._heads.most_members
+
     def take_steps(self, max_tokens: int) -> None:
         """Make ready, before the first step, for steps of so many rows at most."""
         if self._counts is not None:
@@ -138,7 +143,8 @@ class GpuModel:
         """Return who reads what of the sequences of one token, which all layers share."""
         if not len(views.single_lens):
             return self._no_parts
-        return decode_parts(views.single_lens, self._heads.parts, self._windows)
+        groups = views.single_groups if self._heads.most_members > 1 else None
+        return decode_parts(views.single_lens, self._heads.parts, self._windows, groups)
 
 
 def windows_of(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -156,6 +162,8 @@ class HeadsRead(NamedTuple):
     widths: tuple[int, int, int]
     """Heads, and numbers of K and of V in each, as long chunks are attended to."""
     are_latent: bool = False
+    most_members: int = 1
+    """Sequences that share a prefix and are attended together."""
 
 
 def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> HeadsRead:
@@ -173,7 +181,8 @@ def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> Hea
     widths = layout.num_heads, width, width
     programs = decode_programs(width * model.dtype.itemsize, cache.has("scale"))
     parts = count_parts(layout.num_heads, programs, cache.tensor.device)
-    return HeadsRead(num_heads // num_ranks, parts, widths)
+    members = most_members(num_heads // num_ranks, layout.num_heads) if parts.all > 1 else 1
+    return HeadsRead(num_heads // num_ranks, parts, widths, most_members=members)
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -41,6 +41,7 @@ from engine.kernels.sample_rows import sample_rows
 from engine.layer_hooks import Mark, mark_on_stream
 from engine.long_chunks import MIN_PREFIX, MIN_TOKENS, LongChunk, long_chunks, padded_tokens
 from engine.pipeline import Stage
+from engine.prefix_groups import PrefixGroups
 from engine.ranks import Ranks
 from engine.runner import SendStep, Share, StepRunner
 from engine.sampler import sample
@@ -109,7 +110,8 @@ class GpuRunner(StepRunner):
         self._last_tokens = torch.zeros(largest.num_rows, dtype=torch.int64, device=model.device)
         self._drawer = Drawer(self._memory, self._last_tokens)
         self._ended: dict[StepShape, StepEnd] = {}
-        self._writers = [StepWriter(largest.size, block_size, pinned=True) for _ in range(2)]
+        groups = PrefixGroups(block_size, model.most_members)
+        self._writers = [StepWriter(largest.size, block_size, True, groups) for _ in range(2)]
         self._copied = [torch.Event("cuda") for _ in range(2)]
         self._rows_of: dict[Sequence, int] = {}
         if group is None:

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from base.request import SamplingParams
+from engine.prefix_groups import NUM_FIELDS, PrefixGroups
 from engine.sampler import GREEDY_BELOW, MASK_64
 from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
@@ -71,6 +72,7 @@ class StepShape:
             (self.num_rows,),
             (self.num_rows, FIELDS),
             (self.num_single,),
+            (NUM_FIELDS, self.num_single),
             chunks,
             (self.num_chunks + 1,),
             (self.num_single, self.max_blocks),
@@ -98,6 +100,8 @@ class StepViews(NamedTuple, Generic[T]):
     """How each sequence's next token is chosen, as `sample_rows` reads it; zeros: the best one."""
     single_lens: T
     """Context of each sequence of one token; 0: padding."""
+    single_groups: T
+    """How each of these shares what it begins with, as `PrefixGroups.numbers` says it; zeros: with nobody."""
     chunk_lens: T
     chunk_starts: T
     """Where each chunk's tokens start, and where the last one's end."""
@@ -126,15 +130,24 @@ def write_padding(memory: torch.Tensor, shape: StepShape) -> None:
 class StepWriter:
     """Writes plans into one host buffer, which no copy reads meanwhile.
 
-    Block tables and how to sample change little from step to step; only rows that changed are written."""
+    Block tables and how to sample change little from step to step; only rows that changed are written.
 
-    def __init__(self, capacity: int, block_size: int, pinned: bool) -> None:
+    Args:
+        groups: Of the sequences that decode; None: nobody shares what is read.
+    """
+
+    def __init__(
+        self, capacity: int, block_size: int, pinned: bool, groups: PrefixGroups | None = None
+    ) -> None:
         self.memory = torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned)
         self._block_size = block_size
         self._views: dict[StepShape, StepViews[Numbers]] = {}
         self._shape: StepShape | None = None
         self._rows: list[tuple[int, ...]] = []
         self._sequences: list[Sequence | None] = []
+        self._groups = groups
+        self._written = 0
+        """The version of the groups that the buffer holds."""
 
     def write(self, plan: StepPlan, shape: StepShape, rows_of: Mapping[Sequence, int]) -> torch.Tensor:
         """Lay out `plan` and return the part of `memory` that holds it.
@@ -144,7 +157,9 @@ class StepWriter:
         if shape != self._shape:
             self._shape, self._rows = shape, [()] * shape.num_rows
             self._sequences = [None] * shape.num_rows
+            self._written = 0
             views.sampling[:] = 0
+            views.single_groups[:] = 0
         singles, chunks = plan.entries[: plan.num_single], plan.entries[plan.num_single :]
         self._write_singles(views, singles, rows_of)
         self._write_chunks(views, shape, chunks, plan.num_single)
@@ -184,6 +199,12 @@ class StepWriter:
         views.logit_rows[:count] = range(count)
         for row, entry in enumerate(entries):
             self._write_table(views.single_tables, row, row, entry)
+        if self._groups is not None:
+            self._groups.arrange(entries)
+            if self._written != self._groups.version:
+                self._written = self._groups.version
+                views.single_groups[:, :count] = self._groups.numbers()
+                views.single_groups[:, count:] = 0
 
     def _write_chunks(
         self, views: StepViews[Numbers], shape: StepShape, entries: tuple[StepEntry, ...], num_single: int

@@ -24,7 +24,7 @@ PACKAGES = (
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # a kernel that is split up moves its registers through memory
-FUSED_KERNELS = {"_decode_part", "_prefill_tile"}
+FUSED_KERNELS = {"_decode_part", "_decode_groups", "_prefill_tile"}
 BANNED_FILE_NAMES = {"utils", "helpers", "common", "misc", "manager", "types"}
 CLOCK_CALLS = {"time.time", "time.monotonic", "time.perf_counter", "time.sleep"}
 # bench measures, so it reads clocks; base/clock.py is the door for everybody else

@@ -5,6 +5,10 @@ attends to the pieces of sequences in it one after the other; a second kernel jo
 pieces. The query heads that share the KV head are the rows of one matrix product, padded to the 16 rows that
 a tensor core takes: K and V are read once for all of them, and reading is all that costs.
 
+Those rows are not all taken where few query heads share a KV head. So sequences that begin with the same
+blocks may be a group (`engine/prefix_groups.py`), whose queries are the rows together: what they share is
+read once for as many as rows have space for.
+
 The new token's K and V may be handed in instead of lying in the cache: the program that owns the last piece
 writes them there and takes them from its registers, which saves a launch for each layer.
 
@@ -22,37 +26,39 @@ import triton
 import triton.language as tl
 
 from engine.attention import AttentionRule
+from engine.kernels.attend_tiles import _attend_tiles, _in_base_2
 from engine.kernels.decode_parts import (
     UNIT,
     KernelPrograms,
     _first_read,
+    _group_slot,
+    _own_slot,
     _part_of,
-    _pieces_of,
     _sequence_of,
+    _shared_units,
     count_of,
     count_parts,
     decode_parts,
 )
 from engine.kernels.dependent_launch import _await_inputs, _launch_next, overlapping
-from engine.kernels.paged_layer import kernel_constants, require_new_rows, require_paged_layer
+from engine.kernels.join_pieces import join_pieces, piece_buffers
+from engine.kernels.paged_layer import LOG2_E, kernel_constants, require_new_rows, require_paged_layer
 from engine.kernels.scaled_rows import (
     SCALE_WIDTH,
-    _load_rows,
-    _load_values,
-    _mixed_in_two,
     _multiplied,
-    _scaled,
     _stored,
 )
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-"""exp(x) = exp2(x * LOG2_E); the device has exp2 as one instruction."""
+from engine.prefix_groups import MOST_MEMBERS
 
 PROGRAMS = KernelPrograms(4, 3)
 """Programs for each multiprocessor, as found on an H200."""
 
 SCALED_PROGRAMS = KernelPrograms(8, 6)
 """Programs for each multiprocessor whose tiles are of one warp."""
+
+ROWS = tl.constexpr(16)
+"""Rows of a matrix product, at least: those of a tensor core. With 32 of them for groups steps are as fast
+with KV of 16 bits, and slower of 8."""
 
 FEW_HEADS = 128
 """KV heads of all sequences up to which a step takes as long as one program with its part."""
@@ -89,6 +95,12 @@ def decode_tiles(row_bytes: int, heads: int, is_scaled: bool = False) -> DecodeT
     return DecodeTiles(tokens, num_warps=2, num_stages=5 if is_scaled else 3)
 
 
+def most_members(num_heads: int, num_kv_heads: int) -> int:
+    """Return how many sequences that share a prefix are read for at once; 1: none together."""
+    rows: int = ROWS.value
+    return min(MOST_MEMBERS, max(1, rows // (num_heads // num_kv_heads)))
+
+
 def decode_programs(row_bytes: int, is_scaled: bool = False) -> KernelPrograms:
     """Return the numbers of programs among which contexts are divided.
 
@@ -111,6 +123,7 @@ def paged_decode(
     added: tuple[torch.Tensor, torch.Tensor] | None = None,
     parts: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence over its paged KV.
 
@@ -123,13 +136,13 @@ def paged_decode(
             cache. None: they are there already.
         parts: A row of `decode_parts`, for the rule's window, not by the last kernel; None: made here.
         scales: Those of a layer of 8 bits, [num_blocks, num_kv_heads, SCALE_WIDTH]; None: it is not scaled.
+        groups: Those that `parts` were made with; the rule has no window. None: nobody shares.
 
     Raises ValueError for a shape, stride or dtype that the kernel does not take."""
     require_paged_layer(kv_cache, query, block_tables, context_lens, scales)
-    num_seqs, num_heads, head_dim = query.shape
+    num_seqs, num_heads, num_kv_heads = *query.shape[:2], kv_cache.shape[3]
     if block_tables.shape[0] != num_seqs:
         raise ValueError(f"{num_seqs} queries, {block_tables.shape[0]} block tables")
-    num_kv_heads = kv_cache.shape[3]
     constants = kernel_constants(query, kv_cache, rule, sinks, scales)
     row_bytes = constants["DIM_PAD"] * query.element_size()
     tiles = tiles or decode_tiles(row_bytes, num_seqs * num_kv_heads, scales is not None)
@@ -140,61 +153,24 @@ def paged_decode(
     if parts is None:
         counts = count_parts(num_kv_heads, decode_programs(row_bytes, scales is not None), query.device)
         parts = decode_parts(context_lens, counts, (rule.sliding_window,))[0]
-    count = count_of(parts, num_seqs)
-    partial = output.new_empty((2 * count, num_heads, head_dim), dtype=torch.float32)
-    log_sums = output.new_empty((2 * count, num_heads), dtype=torch.float32)
+    members = 1 if groups is None else most_members(num_heads, num_kv_heads)
+    partial, log_sums = piece_buffers(output, parts, members)
     key, value = added or (query, query)
     if added is not None:
         require_new_rows(kv_cache, key, value, scales)
-    _decode_part[(num_kv_heads, count)](
+    _decode_part[(num_kv_heads, count_of(parts, num_seqs))](
         query, key, value, kv_cache, query if scales is None else scales, block_tables, context_lens,
-        parts, num_seqs, query if sinks is None else sinks, output, partial, log_sums, rule.scale,
-        rule.soft_cap, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:4],
-        0 if scales is None else scales.stride(0), block_tables.stride(0), **constants, TILE=tiles.tokens,
-        ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
+        parts, parts if groups is None else groups, num_seqs, query if sinks is None else sinks, output,
+        partial, log_sums, rule.scale, rule.soft_cap, *query.stride()[:2], *key.stride()[:2],
+        *value.stride()[:2], *kv_cache.stride()[:4], 0 if scales is None else scales.stride(0),
+        block_tables.stride(0), **constants, TILE=tiles.tokens,
+        ADDED=added is not None, GROUP_PAD=max(ROWS.value, triton.next_power_of_2(constants["GROUP"])),
+        MEMBERS=members,
         ON_DEVICE=query.is_cuda,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlap,
     )  # fmt: skip
     join_pieces(partial, log_sums, parts, output, sinks, **overlapping(query.device))
     return output
-
-
-def join_pieces(
-    partial: torch.Tensor,
-    log_sums: torch.Tensor,
-    parts: torch.Tensor,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    **overlap: bool,
-) -> None:
-    """Write the attention of sequences of several pieces to `output`, and zeros of those of none.
-
-    Args:
-        partial, log_sums: As the kernels write them, [2 * count, num_heads, dim] and [2 * count, num_heads].
-        parts: A row of `decode_parts`.
-        output: [num_seqs, num_heads, dim], contiguous.
-        overlap: Options of the launch."""
-    num_seqs, num_heads, dim = output.shape
-    dim_pad = triton.next_power_of_2(dim)
-    width, rows, grid = join_grid(num_heads, dim_pad, num_seqs)
-    _join_pieces[grid](
-        partial, log_sums, parts, partial.shape[0] // 2, num_heads, log_sums if sinks is None else sinks,
-        output, SINKS=sinks is not None, DIM=dim, DIM_PAD=dim_pad, WIDTH=width, ROWS=rows, **overlap,
-    )  # fmt: skip
-
-
-def join_grid(num_heads: int, dim_pad: int, num_seqs: int) -> tuple[int, int, tuple[int, int]]:
-    """Return how `_join_pieces` goes about its work.
-
-    Most of many sequences are one piece, and 2,048 programs that find nothing to join take 9 us.
-
-    Returns:
-        The numbers of a head that are a row; the rows of a program; and the programs.
-    """
-    width = min(dim_pad, 128)
-    num_rows = num_heads * dim_pad // width
-    rows = triton.next_power_of_2(-(-num_rows // max(1, 512 // num_seqs)))
-    return width, rows, (-(-num_rows // rows), num_seqs)
 
 
 @triton.jit
@@ -210,53 +186,6 @@ def _with_sinks(mixed, total, highest, sinks, mask, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _in_base_2(scores, factor, soft_cap, SOFT_CAP: tl.constexpr):
-    """Return scores times `factor`, capped where the rule says so, and times log2(e)."""
-    if SOFT_CAP:
-        # tanh(x) = 2 sigmoid(2x) - 1
-        scores = soft_cap * (2.0 * tl.sigmoid(2.0 * factor * scores / soft_cap) - 1.0)
-        factor = 1.0
-    return scores * (factor * LOG2_E)
-
-
-@triton.jit
-def _tile_at(
-    table,  # [max_blocks]
-    start,
-    begin,
-    end,
-    block_stride,
-    token_stride,
-    BEGINS_WITHIN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return the block of a tile's tokens, where they lie in the cache, and which are `begin` to `end`.
-
-    They lie at a place and at a row from there each. A token that is not of these lies where the nearest of
-    these does: to mask each number takes more instructions, and what lies elsewhere may be NaN."""
-    tokens = tl.arange(0, TILE)
-    at = start + tokens
-    seen = at < end
-    if BEGINS_WITHIN or BLOCK_SIZE % TILE != 0:
-        seen = seen & (at >= begin)
-    if BLOCK_SIZE % TILE == 0:
-        # one block, whose place is one number: the tile's own are the same in each turn
-        block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-        place = block * block_stride + (start % BLOCK_SIZE) * token_stride
-        row = tokens * token_stride
-        if BEGINS_WITHIN:
-            row = tl.maximum(row, (begin - start) * token_stride)
-        row = tl.minimum(row, (end - 1 - start) * token_stride)
-    else:
-        near = tl.minimum(tl.maximum(at, begin), end - 1)
-        block = tl.load(table + near // BLOCK_SIZE).to(tl.int64)
-        place = 0
-        row = block * block_stride + (near % BLOCK_SIZE) * token_stride
-    return block, place, row, seen
-
-
-@triton.jit
 def _decode_part(
     query,  # [num_seqs, num_heads, DIM]
     key,  # [num_seqs, num_kv_heads, DIM], of the new tokens
@@ -265,12 +194,13 @@ def _decode_part(
     scales,  # [num_blocks, num_kv_heads, SCALE_WIDTH]
     block_tables,  # [num_seqs, max_blocks]
     context_lens,  # [num_seqs]
-    parts,  # [2 * count + 1 + 3 * num_seqs]
+    parts,  # [2 * count + 2 + 5 * num_seqs]
+    groups,  # [NUM_FIELDS, num_seqs]
     num_seqs,
     sinks,  # [num_heads]
     output,  # [num_seqs, num_heads, DIM]; written of sequences that are one piece
-    partial,  # [2 * count, num_heads, DIM]; written of the others: of each part what began before, and in it
-    log_sums,  # [2 * count, num_heads], base 2
+    partial,  # [num_slots, num_heads, DIM]; written of the others
+    log_sums,  # [num_slots, num_heads], base 2
     scale,
     soft_cap,
     query_seq_stride,
@@ -292,6 +222,7 @@ def _decode_part(
     ADDED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    MEMBERS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -306,15 +237,24 @@ def _decode_part(
     num_heads = tl.num_programs(0) * GROUP
     at_unit, end_unit, seq = _part_of(parts, part, count)
     first_unit, length = _sequence_of(parts, context_lens, seq, count, num_seqs)
-    _await_inputs(OVERLAPS)
+    first = _read_from(groups, seq, num_seqs, length, WINDOW, MEMBERS)
     BEGINS_WITHIN: tl.constexpr = WINDOW > 0 or TILE > UNIT  # a piece may begin within a tile
     MIXED: tl.constexpr = DIM_PAD // 2 if SCALED else DIM_PAD
-    rows = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
+    if MEMBERS > 1:  # noqa: SIM102 one of the two is known to the compiler
+        if at_unit < _shared_units(parts, count):
+            _decode_groups(
+                query, kv_cache, scales, block_tables, parts, groups, num_seqs, partial, log_sums, scale,
+                soft_cap, query_seq_stride, query_head_stride, block_stride, value_stride, token_stride,
+                head_stride, scale_stride, table_stride, at_unit, end_unit, seq, SOFT_CAP, SCALED, GROUP,
+                DIM, DIM_PAD, BLOCK_SIZE, TILE, ON_DEVICE, OVERLAPS,
+            )  # fmt: skip
+            end_unit = at_unit
+    _await_inputs(OVERLAPS)
+    rows = tl.arange(0, GROUP_PAD)
     heads = kv_head * GROUP + rows
     head_mask = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     while at_unit < end_unit:
-        first = _first_read(length, WINDOW)
         begin = first + (at_unit - first_unit) * UNIT
         stop = tl.minimum(first + (end_unit - first_unit) * UNIT, length)
         is_first = at_unit == first_unit
@@ -360,96 +300,114 @@ def _decode_part(
                 end = stop * 0 if WINDOW == 1 else stop - 1  # a tile of which nothing is seen is not read
         if WINDOW > 0:
             begin = tl.maximum(begin, length - WINDOW)
-        for start in range(begin // TILE * TILE, end, TILE):
-            block, place, row, seen = _tile_at(
-                table, start, begin, end, block_stride, token_stride, BEGINS_WITHIN, BLOCK_SIZE, TILE
-            )
-            base = kv_cache + place + kv_head * head_stride
-            k = _load_rows(base, row, DIM, DIM_PAD)
-            v = _load_values(base + value_stride, row, DIM, DIM_PAD, SCALED)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [GROUP_PAD, TILE]
-            scale_at = scales + block * scale_stride + kv_head * SCALE_WIDTH
-            scores = _in_base_2(scores, _scaled(scale, scale_at, SCALED), soft_cap, SOFT_CAP)
-            # every tile holds a position that is seen, so the maximum is finite
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            raised = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp2(scores - raised[:, None])
-            kept = tl.exp2(highest - raised)
-            total = total * kept + tl.sum(weights, 1)
-            mixed, mixed_odd = _mixed_in_two(
-                mixed * kept[:, None], mixed_odd * kept[:, None], weights.to(q.dtype), v, scale_at + 1,
-                SCALED, ON_DEVICE,
-            )  # fmt: skip
-            highest = raised
+        mixed, mixed_odd, total, highest = _attend_tiles(
+            mixed, mixed_odd, total, highest, q, kv_cache, scales, table, begin, end, kv_head, scale,
+            soft_cap, block_stride, value_stride, token_stride, head_stride, scale_stride, SOFT_CAP, SCALED,
+            BEGINS_WITHIN, DIM, DIM_PAD, BLOCK_SIZE, TILE, ON_DEVICE,
+        )  # fmt: skip
         if SCALED:
             mixed = tl.interleave(mixed, mixed_odd)
         at_unit = first_unit + tl.cdiv(length - first, UNIT)
         if at_unit >= end_unit:
             _launch_next(OVERLAPS)
         total = tl.where(total > 0.0, total, 1.0)  # of padding, of which nothing is written
-        if is_first & (stop == length):
+        if is_first & (stop == length) & (WINDOW > 0 or first == 0):
             mixed, total = _with_sinks(mixed, total, highest, sinks + heads, rows < GROUP, SINKS)
             if is_there:
                 slot = seq_at * num_heads + heads
                 mixed = mixed / total[:, None]
                 tl.store(output + slot[:, None] * DIM + dims[None, :], mixed, mask=head_mask)
         else:
-            slot = (2 * part + is_first.to(tl.int32)).to(tl.int64) * num_heads + heads
+            slot = _own_slot(parts, seq, part, count, num_seqs) * num_heads + heads
             tl.store(log_sums + slot, highest + tl.log2(total), mask=rows < GROUP)
             mixed = mixed / total[:, None]
             tl.store(partial + slot[:, None] * DIM + dims[None, :], mixed, mask=head_mask)
         seq += 1
         first_unit, length = _sequence_of(parts, context_lens, seq, count, num_seqs)
+        first = _read_from(groups, seq, num_seqs, length, WINDOW, MEMBERS)
 
 
 @triton.jit
-def _join_pieces(
-    partial,  # [2 * count, num_heads, DIM]
-    log_sums,  # [2 * count, num_heads], base 2
-    parts,  # [2 * count + 1 + 3 * num_seqs]
-    count,
-    num_heads,
-    sinks,  # [num_heads]
-    output,  # [num_seqs, num_heads, DIM]
-    SINKS: tl.constexpr,
+def _read_from(groups, seq, num_seqs, length, WINDOW: tl.constexpr, MEMBERS: tl.constexpr):
+    """Return the first token of what a sequence reads for itself."""
+    first = _first_read(length, WINDOW)
+    if MEMBERS > 1:
+        first = tl.load(groups + tl.minimum(seq, num_seqs - 1))
+    return first
+
+
+@triton.jit
+def _decode_groups(
+    query,  # as those of `_decode_part`
+    kv_cache,
+    scales,
+    block_tables,
+    parts,
+    groups,
+    num_seqs,
+    partial,
+    log_sums,
+    scale,
+    soft_cap,
+    query_seq_stride,
+    query_head_stride,
+    block_stride,
+    value_stride,
+    token_stride,
+    head_stride,
+    scale_stride,
+    table_stride,
+    at_unit,
+    end_unit,
+    group,
+    SOFT_CAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    seq = tl.program_id(1)
-    first_part, num_pieces = _pieces_of(parts, seq, count, tl.num_programs(1))
-    AT_ONCE: tl.constexpr = max(1, 32 // ROWS)  # pieces that registers have space for
-    pieces = tl.arange(0, AT_ONCE)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    heads = rows * WIDTH // DIM_PAD
-    is_head = heads < num_heads
-    dims = (rows * WIDTH % DIM_PAD)[:, None] + tl.arange(0, WIDTH)[None, :]
-    mask = is_head[:, None] & (dims < DIM)
+    """Attend to what groups share, from the unit `at_unit` of `group` to `end_unit`, for all members."""
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    count = tl.num_programs(1)
+    num_heads = tl.num_programs(0) * GROUP
+    MIXED: tl.constexpr = DIM_PAD // 2 if SCALED else DIM_PAD
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PAD)
+    member = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
     _await_inputs(OVERLAPS)
-    if num_pieces == 1:
-        return
-    highest = tl.full([ROWS], -1.0e30, tl.float32)  # finite for a row of padding too
-    total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
-        highest = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
-        total += 1.0
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for begin in range(0, num_pieces, AT_ONCE):
-        piece = begin + pieces
-        slot = 2 * (first_part + piece) + (piece == 0).to(tl.int32)
-        at = slot.to(tl.int64)[None, :] * num_heads + heads[:, None]
-        is_there = (piece < num_pieces)[None, :] & is_head[:, None]
-        log_sum = tl.load(log_sums + at, mask=is_there, other=float("-inf"))  # [ROWS, AT_ONCE]
-        source = partial + at[:, :, None] * DIM + dims[:, None, :]
-        found = tl.load(source, mask=is_there[:, :, None] & mask[:, None, :], other=0.0)
-        raised = tl.maximum(highest, tl.max(log_sum, 1))
-        weights = tl.exp2(log_sum - raised[:, None])
-        kept = tl.exp2(highest - raised)
-        total = total * kept + tl.sum(weights, 1)
-        mixed = mixed * kept[:, None] + tl.sum(found * weights[:, :, None], 1)
-        highest = raised
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    output_at = (seq.to(tl.int64) * num_heads + heads)[:, None] * DIM + dims
-    tl.store(output + output_at, mixed, mask=mask)
+    while at_unit < end_unit:
+        first_unit = tl.load(groups + 3 * num_seqs + group)
+        last_unit = tl.load(groups + 4 * num_seqs + group)
+        size = tl.load(groups + 5 * num_seqs + group)
+        is_row = member < size
+        seqs = tl.load(groups + (6 + member) * num_seqs + group, mask=is_row, other=0).to(tl.int64)
+        leader = tl.load(groups + 6 * num_seqs + group).to(tl.int64)
+        head_mask = is_row[:, None] & (dims < DIM)[None, :]
+        query_at = seqs[:, None] * query_seq_stride + heads[:, None] * query_head_stride + dims[None, :]
+        q = tl.load(query + query_at, mask=head_mask, other=0.0)  # [ROWS, DIM_PAD]
+        q = _multiplied(q, SCALED)
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, MIXED], tl.float32)
+        mixed_odd = tl.zeros([ROWS, MIXED], tl.float32)
+        stop = tl.minimum(end_unit, last_unit)
+        mixed, mixed_odd, total, highest = _attend_tiles(
+            mixed, mixed_odd, total, highest, q, kv_cache, scales, block_tables + leader * table_stride,
+            (at_unit - first_unit) * UNIT, (stop - first_unit) * UNIT, kv_head, scale, soft_cap, block_stride,
+            value_stride, token_stride, head_stride, scale_stride, SOFT_CAP, SCALED, TILE > UNIT, DIM,
+            DIM_PAD, BLOCK_SIZE, TILE, ON_DEVICE,
+        )  # fmt: skip
+        if SCALED:
+            mixed = tl.interleave(mixed, mixed_odd)
+        slot = _group_slot(parts, seqs, part, count, num_seqs, is_row) * num_heads + heads
+        tl.store(log_sums + slot, highest + tl.log2(total), mask=is_row)
+        tl.store(partial + slot[:, None] * DIM + dims[None, :], mixed / total[:, None], mask=head_mask)
+        at_unit = stop
+        group += 1
+    _launch_next(OVERLAPS)

@@ -20,6 +20,7 @@ import triton.language as tl
 from engine.kernels.decode_parts import (
     UNIT,
     KernelPrograms,
+    _own_slot,
     _part_of,
     _sequence_of,
     count_of,
@@ -27,6 +28,7 @@ from engine.kernels.decode_parts import (
     decode_parts,
 )
 from engine.kernels.devices import shared_memory_bytes
+from engine.kernels.join_pieces import join_pieces, piece_buffers
 from engine.kernels.key_parts import (
     LEAST_KEYS,
     _part_of_keys,
@@ -36,7 +38,7 @@ from engine.kernels.key_parts import (
     num_parts,
     part_buffers,
 )
-from engine.kernels.paged_decode import LOG2_E, join_pieces
+from engine.kernels.paged_layer import LOG2_E
 from engine.kernels.paged_prefill import _chunk_of_tile
 
 
@@ -119,8 +121,7 @@ def decode_latents(
         parts = decode_parts(context_lens, count_parts(groups, DECODE_PROGRAMS, context_lens.device))[0]
     count = count_of(parts, num_seqs)
     output = latent_query.new_empty((num_seqs, num_heads, rank)) if output is None else output
-    partial = output.new_empty((2 * count, num_heads, rank), dtype=torch.float32)
-    log_sums = output.new_empty((2 * count, num_heads), dtype=torch.float32)
+    partial, log_sums = piece_buffers(output, parts)
     _decode_part[(groups, count)](
         latent_query, rotary_query, *layer, block_tables, context_lens, parts, num_seqs,
         output, partial, log_sums, scale * LOG2_E.value, num_heads,
@@ -277,11 +278,11 @@ def _decode_part(
     rotary_keys,  # [num_blocks, BLOCK_SIZE, ROTARY]
     block_tables,  # [num_seqs, max_blocks]
     context_lens,  # [num_seqs]
-    parts,  # [2 * count + 1 + 3 * num_seqs]
+    parts,  # [2 * count + 2 + 5 * num_seqs]
     num_seqs,
     output,  # [num_seqs, num_heads, RANK]; written of sequences that are one piece
-    partial,  # [2 * count, num_heads, RANK]; written of the others: of each part what began before, and in it
-    log_sums,  # [2 * count, num_heads], base 2
+    partial,  # [num_slots, num_heads, RANK]; written of the others
+    log_sums,  # [num_slots, num_heads], base 2
     scale,
     num_heads,
     latent_seq_stride,
@@ -338,7 +339,7 @@ def _decode_part(
             if length > 0:
                 tl.store(output + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
         else:
-            slot = (2 * part + is_first.to(tl.int32)).to(tl.int64) * num_heads + heads
+            slot = _own_slot(parts, seq, part, count, num_seqs) * num_heads + heads
             tl.store(log_sums + slot, highest + tl.log2(total), mask=is_head)
             tl.store(partial + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
         at_unit = first_unit + tl.cdiv(length, UNIT)

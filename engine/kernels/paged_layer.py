@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from engine.attention import AttentionRule
 from engine.scaled_kv import SCALE_WIDTH
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""exp(x) = exp2(x * LOG2_E); the device has exp2 as one instruction."""
 
 
 def require_paged_layer(

@@ -32,8 +32,7 @@ from engine.kernels.key_parts import (
     num_parts,
     part_buffers,
 )
-from engine.kernels.paged_decode import LOG2_E
-from engine.kernels.paged_layer import kernel_constants, require_paged_layer
+from engine.kernels.paged_layer import LOG2_E, kernel_constants, require_paged_layer
 from engine.kernels.scaled_rows import SCALE_WIDTH, _mixed_with, _multiplied, _scaled
 
 

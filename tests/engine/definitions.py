@@ -5,8 +5,6 @@ Tests hold the fast code of `engine/`, on a CPU or in a kernel, to these definit
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -117,16 +115,28 @@ def paged_prefill_definition(
     return output
 
 
-def decode_parts_definition(context_lens: torch.Tensor, counts: PartCounts, window: int = 0) -> torch.Tensor:
+def decode_parts_definition(
+    context_lens: torch.Tensor, counts: PartCounts, window: int = 0, groups: torch.Tensor | None = None
+) -> torch.Tensor:
     """The readable definition of a row; arguments and result as `decode_parts`."""
+    lens = context_lens.tolist()
+    rows = [[0] * len(lens)] * 5 if groups is None or window else groups[:5].tolist()
+    read, group_at, group_ends = rows[0], rows[2], [end for end in rows[4] if end]
     units, begins, total = [], [], 0
-    for length in context_lens.tolist():
-        first = max(length - window, 0) // UNIT.value * UNIT.value if window else 0
+    for length, first in zip(lens, read, strict=True):
+        first = max(length - window, 0) // UNIT.value * UNIT.value if window else first
         begins.append(total)
         units.append(-(-(length - first) // UNIT.value))
         total += units[-1]
     ends = [begin + each for begin, each in zip(begins, units, strict=True)]
-    count, used = counts.all, min(max(total, 1), counts.all)
+    shared = max(group_ends, default=0)
+    everything = shared + max(total, 1)
+    for_groups = (counts.all * shared + everything // 2) // everything
+    for_groups = min(max(for_groups, 1), counts.all - 1) if shared else 0
+    used = min(for_groups, shared)
+    cut_groups = [min(part, used) * shared // max(used, 1) for part in range(for_groups)]
+    count = counts.all - for_groups
+    counts = PartCounts(count, max(1, counts.apart * count // counts.all))
     if (shares := _shares(units, counts)) is not None:
         cut = [
             begin + piece * each // share
@@ -134,16 +144,33 @@ def decode_parts_definition(context_lens: torch.Tensor, counts: PartCounts, wind
             for piece in range(share)
         ]
         cut += [total] * (count + 1 - len(cut))
-        first_parts, pieces = [sum(shares[:seq]) for seq in range(len(units))], shares
     else:
+        used = min(max(total, 1), count)
         cut = [min(part, used) * total // used for part in range(count + 1)]
-        first_parts = [min(bisect_right(cut, begin) - 1, used) for begin in begins]
-        pieces = [
-            sum(cut[part] < end and cut[part + 1] > begin for part in range(count)) if begin < end else 0
-            for begin, end in zip(begins, ends, strict=True)
-        ]
-    firsts = [sum(end <= begin for end in ends) for begin in cut[:-1]]
-    return torch.tensor([*cut, *firsts, *begins, *first_parts, *pieces], dtype=torch.int32)
+    firsts = [sum(end <= begin for end in group_ends) for begin in cut_groups]
+    firsts += [sum(end <= begin for end in ends) for begin in cut[:-1]]
+    cut = cut_groups + [shared + begin for begin in cut]
+    begins = [shared + begin for begin in begins]
+    of_group = _pieces(
+        cut, group_at, [at + each // UNIT.value for at, each in zip(group_at, read, strict=True)]
+    )
+    own = _pieces(cut, begins, [shared + end for end in ends])
+    pieces = [len(one) + len(other) for one, other in zip(of_group, own, strict=True)]
+    slots = [sum(pieces[:seq]) for seq in range(len(pieces))]
+    own_slots = [
+        slot + len(one) - min(other, default=0) for slot, one, other in zip(slots, of_group, own, strict=True)
+    ]
+    group_slots = [slot - min(one, default=0) for slot, one in zip(slots, of_group, strict=True)]
+    numbers = [*cut, *firsts, shared, *begins, *slots, *pieces, *own_slots, *group_slots]
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def _pieces(cut: list[int], begins: list[int], ends: list[int]) -> list[list[int]]:
+    """Return the parts that have a piece of each region."""
+    return [
+        [part for part in range(len(cut) - 1) if max(cut[part], begin) < min(cut[part + 1], end)]
+        for begin, end in zip(begins, ends, strict=True)
+    ]
 
 
 def _shares(units: list[int], counts: PartCounts) -> list[int] | None:

@@ -20,6 +20,7 @@ from engine.kernels.decode_parts import decode_parts
 from engine.long_chunks import LongChunk
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
+from engine.prefix_groups import PrefixGroups
 from engine.scaled_kv import scaled_layout
 from engine.sequence import Sequence
 from engine.shared_product import Slice
@@ -134,6 +135,33 @@ def test_compiled_layers_share_the_parts_of_a_step(family: str, monkeypatch) -> 
     monkeypatch.setattr(paged_decode, "decode_parts", cut_alone)
     run(gpu, [entry(sequence, 39, 1, 0)], StepShape(8, 4, 0, 8))
     assert not cut_alone.called
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_sequences_that_begin_alike_are_attended_together(family: str, is_scaled: bool) -> None:
+    model = make_family(family)
+    together = GpuModel(model, make_cache(model, is_scaled=is_scaled and family == "llama"), False)
+    generator = torch.Generator().manual_seed(1)
+    begin = torch.randint(0, 211, (64,), generator=generator).tolist()
+    prompts = [begin + torch.randint(0, 211, (size,), generator=generator).tolist() for size in (5, 30, 17)]
+    sequences = [make_sequence(str(index), prompt) for index, prompt in enumerate(prompts)]
+    tables = [(9, 8, 7, 6, *range(10 + 4 * index, 14 + 4 * index)) for index in range(3)]
+    for sequence, table in zip(sequences, tables, strict=True):
+        chunk = StepEntry(sequence, 0, sequence.num_tokens - 1, table, False)
+        run(together, [chunk], StepShape(128, 0, 1, 8))
+    entries = [
+        StepEntry(sequence, sequence.num_tokens - 1, 1, table, True)
+        for sequence, table in zip(sequences, tables, strict=True)
+    ]
+    shape = StepShape(8, 4, 0, 8)
+    groups = PrefixGroups(BLOCK_SIZE, together.most_members, least_shared=32)
+    plan, header = StepPlan(tuple(entries), 3), step_header(shape)
+    memory = StepWriter(4096, BLOCK_SIZE, False, groups).write(plan, shape, {})
+    assert carve(memory, shape).single_groups[0, :3].tolist() == [64 * (family != "deepseek_v2")] * 3
+    logits = together.forward(memory, shape, header, NO_TOKENS)
+    expected = run(together, entries, shape)
+    torch.testing.assert_close(logits[:3], expected[:3], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])

@@ -16,7 +16,9 @@ from triton.compiler.compiler import ir, make_backend
 torch.cuda.is_available = lambda: True  # kernels are as they are on a GPU
 
 from engine.kernels import (  # noqa: E402 after the line above
+    decode_parts,
     grouped_experts,
+    join_pieces,
     key_parts,
     many_pairs,
     nibble_product,
@@ -115,19 +117,33 @@ def compile_decode(levels: str, dim: int, block_size: int) -> None:
     is_scaled = int(levels != "*bf16")
     known = dict.fromkeys(("query", "key", "value", "sinks", "output"), "*bf16") | {"kv_cache": levels}
     known |= {"scales": "*fp32" if is_scaled else "*bf16", "scale": "fp32", "soft_cap": "fp32"}
-    known |= dict.fromkeys(("block_tables", "context_lens", "parts"), "*i32")
+    known |= dict.fromkeys(("block_tables", "context_lens", "parts", "groups"), "*i32")
     known |= dict.fromkeys(("partial", "log_sums"), "*fp32")
-    constants = {"SINKS": 1, "SCALED": is_scaled, "ADDED": 1, "GROUP": 4, "GROUP_PAD": 16, "ON_DEVICE": 1}
+    constants = {"SINKS": 1, "SCALED": is_scaled, "ADDED": 1, "GROUP": 4, "ON_DEVICE": 1}
+    constants |= {"GROUP_PAD": 16}
     constants |= {"DIM": dim, "DIM_PAD": 128, "BLOCK_SIZE": block_size, "TILE": 32}
     others = set(paged_decode._decode_part.arg_names) - set(known) - set(constants)
-    numbers = dict.fromkeys(others - {"WINDOW", "SOFT_CAP", "OVERLAPS"}, "i32")
+    numbers = dict.fromkeys(others - {"WINDOW", "SOFT_CAP", "MEMBERS", "OVERLAPS"}, "i32")
     for limits in ({"WINDOW": 0, "SOFT_CAP": 0}, {"WINDOW": 128, "SOFT_CAP": 1}):
-        compile_kernel(paged_decode._decode_part, known | numbers, **constants, **limits)
+        members = 1 if limits["WINDOW"] else 4
+        compile_kernel(paged_decode._decode_part, known | numbers, **constants, **limits, MEMBERS=members)
+
+
+def compile_parts(members: int) -> None:
+    lists = dict.fromkeys(("context_lens", "parts", "groups"), "*i32")
+    sizes = dict.fromkeys(("num_seqs", "count", "apart"), "i32")
+    shares = {"WINDOW": 0, "SHARES": int(members > 1), "SEQS_PAD": 64, "AT_ONCE": 16}
+    compile_kernel(decode_parts._cut, lists | sizes, **shares)
+    pieces = {"partial": "*fp32", "log_sums": "*fp32", "parts": "*i32", "count": "i32", "num_heads": "i32"}
+    rows = {"SINKS": 1, "DIM": 80, "DIM_PAD": 128, "WIDTH": 128, "ROWS": 4}
+    compile_kernel(join_pieces._join_pieces, pieces | {"sinks": "*bf16", "output": "*bf16"}, **rows)
 
 
 def main() -> None:
     for levels, dim, block_size in (("*bf16", 80, 16), ("*bf16", 128, 64), ("*fp8e4nv", 80, 64)):
         compile_decode(levels, dim, block_size)
+    for members in (1, 4):
+        compile_parts(members)
     for parts in (1, 8):
         compile_chunks(parts)
     for is_counted in (0, 1):

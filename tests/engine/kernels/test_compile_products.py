@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("options", [[], pytest.param(["--whole"], marks=pytest.mark.full)])
 def test_kernels_that_tests_interpret_compile_for_a_gpu(options: list[str]) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

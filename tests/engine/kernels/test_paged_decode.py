@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
-from engine.kernels import paged_decode as paged_decode_module
-from engine.kernels.decode_parts import UNIT, PartCounts, count_parts, decode_parts
+from engine.kernels import join_pieces as join_pieces_module
+from engine.kernels.decode_parts import UNIT, PartCounts, count_parts, count_slots, decode_parts
+from engine.kernels.join_pieces import join_grid
 from engine.kernels.paged_decode import (
     FEW_HEADS,
     PROGRAMS,
     DecodeTiles,
     decode_programs,
     decode_tiles,
-    join_grid,
     paged_decode,
 )
 from tests.engine.definitions import decode_parts_definition, paged_decode_definition
@@ -85,7 +85,7 @@ def test_windows_caps_and_sinks_agree_whether_split_or_not(window: int, cap: flo
 
 
 def test_a_program_joins_the_parts_of_several_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_decode_module, "join_grid", lambda heads, dim, seqs: (32, 4, (4, seqs)))
+    monkeypatch.setattr(join_pieces_module, "join_grid", lambda heads, dim, seqs: (32, 4, (4, seqs)))
     assert_agrees([1, 65, 190], heads=(6, 2), sinks=True, tiles=DecodeTiles(32, 4, 2))
     assert_agrees([200], heads=(3, 3), tiles=DecodeTiles(32, 4, 2))
 
@@ -218,7 +218,8 @@ def lengths_of(lens: list[int]) -> tuple[list[int], list[int]]:
     counts = H200
     numbers = decode_parts_definition(torch.tensor(lens, dtype=torch.int32), counts).tolist()
     cut = numbers[: counts.all + 1]
-    return [end - begin for begin, end in pairwise(cut)], numbers[-len(lens) :]
+    pieces = numbers[-3 * len(lens) : -2 * len(lens)]
+    return [end - begin for begin, end in pairwise(cut)], pieces
 
 
 @pytest.mark.parametrize("lens", [[24_000, *[500] * 40], [8_300] * 24, [1_090] * 80, [20_000, 9_000] * 40])
@@ -260,15 +261,21 @@ def test_parts_are_as_defined_and_hold_every_token_once(lens, counts, window) ->
     count = counts.all
     numbers = rows[0].tolist()
     cut, firsts = numbers[: count + 1], numbers[count + 1 : 2 * count + 1]
-    begins, first_parts, pieces = (numbers[2 * count + 1 + at * len(lens) :][: len(lens)] for at in range(3))
+    of_seqs = [numbers[2 * count + 2 + at * len(lens) :][: len(lens)] for at in range(4)]
+    begins, slots, pieces, own_slots = of_seqs
+    taken = []
     for seq, length in enumerate(lens):
         end = begins[seq] + -(-length // UNIT.value)
         parts = [part for part in range(count) if cut[part] < end and cut[part + 1] > begins[seq]]
         assert pieces[seq] == (len(parts) if length else 0)
         if length:
-            assert parts == list(range(first_parts[seq], first_parts[seq] + pieces[seq]))
+            own = [own_slots[seq] + part for part in parts]
+            assert own == list(range(slots[seq], slots[seq] + len(parts)))
+            taken += own
             assert all(firsts[part] == seq for part in parts[1:])
             assert firsts[parts[0]] <= seq
+    assert taken == list(range(len(taken)))
+    assert len(taken) <= count_slots(count, len(lens))
 
 
 @pytest.mark.parametrize(
