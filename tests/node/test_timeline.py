@@ -6,10 +6,9 @@ import pytest
 
 from base.kv_layout import KvPart
 from base.messages import PrefillTimes
-from base.timeline import Timeline
 from engine.rank_group import GroupShape
 from engine.step import StepPlan
-from node.timeline import NodeTimeline, StageSteps
+from node.timeline import NodeTimeline, StageSteps, Timeline
 from tests.manual_clock import ManualClock
 
 PLAN = StepPlan((), 0)
@@ -24,6 +23,25 @@ def spans_of(timeline):
         for event in events
         if event["ph"] == "X"
     ]
+
+
+def test_spans_are_complete_events_on_named_tracks(tmp_path):
+    timeline = Timeline("prefill-0")
+    timeline.span("stage 1", "step 1", 2.0, 2.5, r1=64)
+    timeline.span("stage 0", "step 1", 1.0, 2.0)
+    timeline.write(tmp_path / "made" / "t.json")
+    events = json.loads((tmp_path / "made" / "t.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [
+        (names[event["tid"]], event["name"], event["ts"], event["dur"], event["args"])
+        for event in events
+        if event["ph"] == "X"
+    ]
+    assert spans == [
+        ("stage 1", "step 1", 2e6, 0.5e6, {"r1": 64}),
+        ("stage 0", "step 1", 1e6, 1e6, {}),
+    ]
+    assert events[0]["args"] == {"name": "prefill-0"}
 
 
 def test_a_stage_begins_with_a_step_when_it_is_free_and_the_stage_before_has_ended_it():

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from conductor.api.parsing.events import MAX_CALL_DEPTH, characters, value_or_none
+
+Value = TypeVar("Value")
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "integer": (int, float),
@@ -46,25 +48,26 @@ def typed(text: str, schema: object) -> Any:
 
 def literal_or_none(text: str) -> Any:
     """Return the value of a Python literal: some models write lists and tables so. None where it is none."""
+    return _read(text, _plain)
+
+
+def pythonic_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls of a list such as `[get_weather(city='LA')]`; none where `text` is no such list."""
+    return _read(text.strip(), _calls) or []
+
+
+def _read(text: str, read: Callable[[ast.expr], Value]) -> Value | None:
+    """Return what `read` makes of a Python expression; None where it raises ValueError, or there is none."""
     if _depth(text) > MAX_CALL_DEPTH:
         return None
     try:
-        return _plain(ast.parse(text, mode="eval").body)
+        return read(ast.parse(text, mode="eval").body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
-def pythonic_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """Return the calls of a list such as `[get_weather(city='LA')]`; None where `text` is no such list."""
-    if _depth(text) > MAX_CALL_DEPTH:
-        return None
-    try:
-        calls = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(calls, ast.List) or not calls.elts:
-            return None
-        return [_call(item) for item in calls.elts]
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+def _calls(node: ast.expr) -> list[tuple[str, dict[str, Any]]]:
+    return [_call(item) for item in node.elts] if isinstance(node, ast.List) else []
 
 
 def _call(item: ast.expr) -> tuple[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ def pythonic(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
         return space
     text, _ = yield from feed.text_until(Marks())
     found = pythonic_calls(text.rstrip().removesuffix(_END))
-    calls = [called_or_none(name, arguments) for name, arguments in found or ()]
+    calls = [called_or_none(name, arguments) for name, arguments in found]
     if not calls or None in calls or (schemas and not all(call and call.name in schemas for call in calls)):
         return space + text
     for call in calls:

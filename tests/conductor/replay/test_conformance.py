@@ -15,7 +15,6 @@ import pytest
 from base.config import EngineConfig
 from base.errors import ConfigError
 from base.request import RequestId, Slo
-from base.timeline import Timeline
 from bench.conformance import busy_periods
 from bench.conformance_virtual import (
     CASES,
@@ -40,6 +39,7 @@ from conductor.replay.command import main
 from conductor.replay.conformance import compared, num_made_alike, read_run, simulated
 from conductor.replay.trace_formats import read_trace
 from conductor.serving.decision_log import DecisionLog
+from node.timeline import Timeline
 
 COST = CostModel(STUB)
 SETTINGS = SchedulerSettings(fetches=False)
