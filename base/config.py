@@ -20,6 +20,8 @@ from base.transports import TRANSPORTS
 GIB = 1 << 30
 """Bytes; cluster.yaml speaks of GiB."""
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 T = TypeVar("T")
 
 
@@ -202,9 +204,8 @@ class ServerConfig:
         require(self.lease_s >= 3 * self.heartbeat_s, "lease_s", "at least three heartbeats")
         is_url = self.prometheus.startswith(("http://", "https://"))
         require(is_url or not self.prometheus, "prometheus", "http://host:port, or https")
-        loopback = self.host in ("127.0.0.1", "::1", "localhost")
         require(
-            loopback or self.insecure or (self.tls.is_set and bool(self.keys_file)),
+            self.host in LOOPBACK or self.insecure or (self.tls.is_set and bool(self.keys_file)),
             "host",
             "loopback, or set tls and keys_file, or insecure: true on a trusted network",
         )

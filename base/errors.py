@@ -24,6 +24,8 @@ The table at the end is applied in one place, `base/rpc.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import grpc
 
 
@@ -165,3 +167,12 @@ def error_named(name: str, message: str) -> ServeError:
     if isinstance(kind, type) and issubclass(kind, ServeError):
         return kind(message)
     return ServeError(message)
+
+
+def errors_in(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors that a group holds, and those of groups within it; of any other error, itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from errors_in(inner)
+    else:
+        yield error

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-from base.errors import LostError, ServeError
+from base.errors import LostError, ServeError, errors_in
 from base.logs import event
 from base.messages import Failed, FromNode
 from base.request import RequestId
@@ -94,11 +94,4 @@ class RequestTasks:
 
 def first_serve_error(error: BaseException) -> ServeError | None:
     """Return the expected failure that `error` is, or that a group of errors holds."""
-    if isinstance(error, ServeError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            found = first_serve_error(inner)
-            if found is not None:
-                return found
-    return None
+    return next((each for each in errors_in(error) if isinstance(each, ServeError)), None)

@@ -27,14 +27,14 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 from rich.markup import escape
 
-from base.config import GIB, ClusterConfig
+from base.config import GIB, LOOPBACK, ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, read_json
 from deploy.capacity import Offer, needs, offer_of_host, refusal
 from deploy.clusters import Running, chosen, running
 from deploy.config_file import read_cluster_config
 from deploy.doctor_processes import Finding, check_processes, look_at_processes, measure_links
-from deploy.plan import LOOPBACK, require_disk, require_known
+from deploy.plan import require_disk, require_known
 from deploy.ports import taken, wanted_ports
 from transfer.rdma import topology
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProcess, PoolConfig
+from base.config import LOOPBACK, ClusterConfig, ConductorProcess, EngineConfig, NodeProcess, PoolConfig
 from base.errors import ConfigError
 from base.request import Role
 from base.tables import read_object
@@ -21,7 +21,6 @@ from conductor.placing.prefill_policies import scheduler_settings
 from conductor.profiles.reader import load_profile
 
 ANY_ADDRESSES = ("0.0.0.0", "::")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 HOST_ADDRESS = "{host address}"
 """The place in a configuration of the address of the host that the process lands on."""

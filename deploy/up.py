@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from base.clock import Clock, SystemClock
 from base.config import ClusterConfig
-from base.errors import ConfigError
+from base.errors import ConfigError, errors_in
 from deploy.api_client import ApiError, ChatStream, url
 from deploy.change import unless
 from deploy.cluster import Cluster, Endpoints, Programs, RayGoneError
@@ -138,11 +138,11 @@ class _Up:
             status = await unless(self._signalled, self._serve(cluster))
         except* RayGoneError as group:
             # At once, as Ray's own code does: what a Ray that is half gone is asked may end what serves.
-            self._progress.say(escape(str(next(_leaves(group)))))
+            self._progress.say(escape(str(next(errors_in(group)))))
             sys.stderr.flush()
             os._exit(1)
         except* (ConfigError, RuntimeError, ApiError) as group:
-            for error in _leaves(group):
+            for error in errors_in(group):
                 print(error, file=sys.stderr)
             status = 1
         except* BrokenPipeError:
@@ -215,11 +215,3 @@ class _Up:
         if not text:
             raise ApiError("the answer is empty")
         return first_token_s, text
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

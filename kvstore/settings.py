@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from base.config import GIB, NodeProcess, TlsConfig, TransferConfig, require
+from base.config import GIB, LOOPBACK, NodeProcess, TlsConfig, TransferConfig, require
 from base.errors import ConfigError
 from kvstore.eviction import BY_NAME
 from kvstore.record import HEADER_BYTES
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
