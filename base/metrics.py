@@ -135,64 +135,28 @@ class FastCounter(Collector):
         yield CounterMetricFamily(self._name, self._help_text, value=self.total)
 
 
-class Observations:
-    """Values counted by bucket. One thread may observe: no lock, and a fifth of the library's 1.3 us."""
-
-    def __init__(self, buckets: Sequence[float]) -> None:
-        self._bounds = tuple(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self.sum += value * times
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Return (upper bound, values up to it) of each bucket."""
-        bounds = (*map(floatToGoString, self._bounds), "+Inf")
-        return [*zip(bounds, accumulate(self._counts), strict=True)]
-
-
-class FastHistogram(Observations, Collector):
-    """A histogram for what happens with each request or token."""
+class FastHistogram(Collector):
+    """A histogram for what happens with each request or token. One thread may observe: it takes no lock, and
+    a fifth of the library's 1.3 us."""
 
     def __init__(
         self, name: str, help_text: str, buckets: Sequence[float], registry: CollectorRegistry
     ) -> None:
-        super().__init__(buckets)
         self._name = name
         self._help_text = help_text
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
         registry.register(self)
 
-    def collect(self) -> Iterable[Metric]:
-        yield HistogramMetricFamily(
-            self._name, self._help_text, buckets=self.cumulative(), sum_value=self.sum
-        )
-
-
-class FastHistograms(Collector):
-    """One histogram for each of a label's values, which are known beforehand."""
-
-    def __init__(
-        self,
-        name: str,
-        help_text: str,
-        label: str,
-        values: Sequence[str],
-        buckets: Sequence[float],
-        registry: CollectorRegistry,
-    ) -> None:
-        self.by_value = {value: Observations(buckets) for value in values}
-        self._name = name
-        self._help_text = help_text
-        self._label = label
-        registry.register(self)
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._help_text, labels=[self._label])
-        for value, observed in self.by_value.items():
-            family.add_metric([value], observed.cumulative(), observed.sum)
-        yield family
+        bounds = (*map(floatToGoString, self._bounds), "+Inf")
+        buckets = [*zip(bounds, accumulate(self._counts), strict=True)]
+        yield HistogramMetricFamily(self._name, self._help_text, buckets=buckets, sum_value=self._sum)
 
 
 class Totals(NamedTuple):
@@ -229,10 +193,10 @@ class ConductorMetrics:
         gauge = partial(Gauge, registry=registry)
         self.ttft = fast_histogram("conductor_ttft_seconds", "Arrival to first token", TTFT_BUCKETS)
         help_text = "Where the seconds to the first token went"
-        part = FastHistograms(
-            "conductor_ttft_part_seconds", help_text, "part", TTFT_PARTS, TTFT_BUCKETS, registry
+        part = Histogram(
+            "conductor_ttft_part_seconds", help_text, ["part"], buckets=TTFT_BUCKETS, registry=registry
         )
-        self.ttft_part = part.by_value
+        self.ttft_part = {name: part.labels(name) for name in TTFT_PARTS}
         self.tbt = fast_histogram("conductor_tbt_seconds", "Between two tokens", TBT_BUCKETS)
         help_text = "Between two tokens of one sequence, in the mean: what its bound is on"
         self.request_tbt = fast_histogram("conductor_request_tbt_seconds", help_text, TBT_BUCKETS)
@@ -282,11 +246,14 @@ class ConductorMetrics:
         registry.register(_VllmNames(self._own_metrics(part), model_name))
 
     def _predictions(self, registry: CollectorRegistry) -> None:
-        help_text = "Of placements: |predicted / actual - 1|, by term"
-        error = FastHistograms(
-            "conductor_prediction_error_ratio", help_text, "term", PREDICTED_TERMS, ERROR_BUCKETS, registry
+        error = Histogram(
+            "conductor_prediction_error_ratio",
+            "Of placements: |predicted / actual - 1|, by term",
+            ["term"],
+            buckets=ERROR_BUCKETS,
+            registry=registry,
         )
-        self.prediction_error = error.by_value
+        self.prediction_error = {term: error.labels(term) for term in PREDICTED_TERMS}
         self.corrections = FunctionGauge(
             "conductor_prediction_correction_ratio",
             "What a node's predictions are multiplied with, as learned",
@@ -294,7 +261,7 @@ class ConductorMetrics:
             registry,
         )
 
-    def _own_metrics(self, part: FastHistograms) -> tuple[_Alias | _Sum, ...]:
+    def _own_metrics(self, part: Histogram) -> tuple[_Alias | _Sum, ...]:
         return (
             _Alias("vllm:time_to_first_token_seconds", self.ttft),
             _Alias("vllm:inter_token_latency_seconds", self.tbt),
