@@ -291,7 +291,7 @@ def _decode_candidates(
         found = None
         if settings.roles_follow and not node.prefills:
             state = view.node(node.node_id)
-            found = beside_decoding(made.asked, state, node.matched_blocks, needed, view, cost)
+            found = beside_decoding(made.asked, state, node.matched_blocks, view, cost)
         return None if found is None else found[0] + found[1]
 
     return [

@@ -62,13 +62,12 @@ def inline_placement(
     """
     if computing is decoding:
         return other
-    needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
     best, copied = other, copied_s(request, other, computing, decoding, groups, view)
     least_s = other.predicted_ttft_s + copied
     if view.num_waiting > 1:
         least_s += _delayed_s(other, view, now_s)
     for node, depth in _candidates(decoding, groups, view, request.avoid):
-        beside = beside_decoding(request, node, depth, needed, view, cost)
+        beside = beside_decoding(request, node, depth, view, cost, least_s)
         # what it takes of others, and of caches, comes on top
         if beside is None or beside[0] + beside[1] + node.learned.added_s >= least_s:
             continue
@@ -146,26 +145,30 @@ def beside_decoding(
     request: PlacementRequest,
     node: NodeState,
     depth: int,
-    needed: float,
     view: ClusterView,
     cost: CostModel,
+    within_s: float = inf,
 ) -> Beside | None:
     """Return the seconds of queue and of prefill on a node that decodes, and the prompt's share of its time.
 
-    None: it has no room for `needed` tokens, or no time.
+    None: it has no room, or no time, or would take `within_s` even if it did nothing else.
     """
-    if node.free_tokens() < needed:
-        return None
     matched = matched_tokens(request, depth, view)
     prefill_s = node.learned.prefill.corrected_s(cost.prefill_s(request.num_tokens - matched, matched))
-    if not node.running_sequences:
-        return node.queued_s, prefill_s, 1.0
-    step_s = node.running_step_s * node.learned.decode.ratio
+    sequences, queue_s, step_s = node.running_sequences, node.queued_s, 0.0
+    if sequences:
+        step_s = node.running_step_s * node.learned.decode.ratio
+        queue_s += step_s
+        if (behind := sequences + 1 - node.places) > 0:
+            # a prompt needs a place in the step too, after those who wait for one
+            queue_s += behind * view.mean_output_tokens * step_s / node.places
+    if queue_s + prefill_s + node.learned.added_s >= within_s:
+        return None
+    if node.free_tokens() < request.num_tokens + view.expected_output_tokens(request.max_tokens):
+        return None
+    if not sequences:
+        return queue_s, prefill_s, 1.0
     share = share_beside_running(node, node.tightest_tbt_s, cost)
     if share <= LEAST_SHARE or step_s >= KEPT_MEAN * node.tightest_tbt_s:
         return None
-    queue_s = node.queued_s + step_s
-    if (behind := node.running_sequences + 1 - node.places) > 0:
-        # a prompt needs a place in the step too, after those who wait for one
-        queue_s += behind * view.mean_output_tokens * step_s / node.places
     return queue_s, prefill_s / share, share
