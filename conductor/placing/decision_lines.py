@@ -56,7 +56,7 @@ def shared_from(row: dict[str, Any]) -> Shared:
 def decision_to(made: Decision) -> dict[str, Any]:
     """Return a decision as JSON's kinds of values; infinity is null."""
     asked, seen, result = made.asked, made.seen, made.result
-    row = result._asdict()
+    row = _fields_of(result)
     if isinstance(result, Rejection):
         row["reason"] = result.reason.value
     del row["request_id"]
@@ -65,7 +65,7 @@ def decision_to(made: Decision) -> dict[str, Any]:
         "request_id": asked.request_id,
         "arrived_at_s": made.arrived_at_s,
         "decided_at_s": made.decided_at_s,
-        "asked": asked._asdict()
+        "asked": _fields_of(asked)
         | {
             "chain": [bytes(key).hex() if isinstance(key, bytes) else key for key in asked.chain],
             "slo": [finite_or_none(bound_s) for bound_s in asked.slo],
@@ -74,6 +74,11 @@ def decision_to(made: Decision) -> dict[str, Any]:
         "seen": seen._asdict() | {"nodes": seen.nodes and [node._asdict() for node in seen.nodes]},
         "placed" if isinstance(result, Placement) else "rejected": row,
     }
+
+
+def _fields_of(value: PlacementRequest | Placement | Rejection) -> dict[str, Any]:
+    """Return the fields by name, and each as it is."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def decision_from(row: dict[str, Any]) -> Decision:

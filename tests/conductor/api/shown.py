@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 from base.config import ClusterConfig, SloConfig
 from base.messages import Prefilled, PrefillTimes
@@ -89,7 +90,7 @@ class ShownCluster:
         name = HOSTILE if self.number == 40 else f"chat{self.number:05x}-{self.rng.getrandbits(32):08x}"
         first = self.rng.choice([0, 0, 1_000, 5_000 + 100 * self.number])
         request = make_request(f"{name}.1", self.rng.randrange(2, 24), first, slo=SLO)
-        request = request._replace(chain=[key.to_bytes(16, "little") for key in request.chain])
+        request = replace(request, chain=[key.to_bytes(16, "little") for key in request.chain])
         result = place(request, self.view, COST, now_s, SETTINGS)
         made = decision(request, self.view, result, now_s - 0.1 * self.rng.random(), now_s)
         for observer in (self.decisions, self.traffic, self.history):

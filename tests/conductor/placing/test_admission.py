@@ -1,6 +1,7 @@
 """Admission at its bounds: what is predicted to keep an SLO is taken, and not a hair more."""
 
 import random
+from dataclasses import replace
 from math import e, inf, nextafter
 
 import pytest
@@ -55,12 +56,12 @@ class Steps:
 
 
 def placed(view, request):
-    return require_placement(place(request._replace(slo=Slo()), view, COST, 0.0))
+    return require_placement(place(replace(request, slo=Slo()), view, COST, 0.0))
 
 
 def refused(slo, settings=None, waited_s=0.0, is_promised=False, cost=COST, view=None):
     view = view or make_view(1, 1)
-    request = make_request()._replace(slo=slo, waited_s=waited_s, is_promised=is_promised)
+    request = replace(make_request(), slo=slo, waited_s=waited_s, is_promised=is_promised)
     return refusal(request, placed(view, request), view, cost, settings or SchedulerSettings(), 0.0)
 
 
@@ -137,13 +138,13 @@ def test_a_long_context_counts_more_where_others_find_no_room_and_no_more_where_
     assert pressed[0] > pressed[1] > 0.0
     # a bound that the long one keeps alone, and not as one that displaces others
     slo = Slo(tbt_slo_s=tbt_slo_for(COST.decode_step_s(1, long.num_tokens) + more_s, COST))
-    asked = long._replace(slo=slo)
+    asked = replace(long, slo=slo)
     assert refusal(asked, shown[long.num_tokens], make_view(1, 1), COST, PREDICTING, 0.0) is None
     reason, _, has_room = refusal(asked, shown[long.num_tokens], view, COST, PREDICTING, 0.0)
     assert reason is RejectReason.TBT
     assert has_room
     # and one that it does not keep alone
-    tight = long._replace(slo=Slo(tbt_slo_s=COST.decode_step_s(1, long.num_tokens)))
+    tight = replace(long, slo=Slo(tbt_slo_s=COST.decode_step_s(1, long.num_tokens)))
     assert refusal(tight, shown[long.num_tokens], view, COST, PREDICTING, 0.0)[2] is False
 
 
@@ -168,7 +169,7 @@ def test_a_pool_that_was_idle_takes_whom_it_can_serve_whatever_room_cost_before(
     for _ in range(200):
         view.rejected(RejectReason.TBT)
     shown = placed(view, request)
-    asked = request._replace(slo=slo)
+    asked = replace(request, slo=slo)
     assert refusal(asked, shown, view, COST, PREDICTING, 0.0)[0] is RejectReason.TBT
     view.finished(RequestId("other"), 0.0)
     view.projection.restore(0.1)
@@ -232,7 +233,7 @@ def test_who_meets_a_full_pool_may_come_back_when_one_has_left_it(running, retry
 
 def test_early_looks_at_the_mean_node_and_predict_at_that_of_then():
     view, request = busy_view(4), make_request("r", blocks=3)
-    placement = placed(view, request)._replace(decode_node=NodeId("d0"))
+    placement = replace(placed(view, request), decode_node=NodeId("d0"))
     running = view.running_context_tokens
     assert running > 4 * 10 * BLOCK_SIZE
     view.corrections.restore(NodeId("d0"), "decode", 2.0)
@@ -249,13 +250,13 @@ def test_early_looks_at_the_mean_node_and_predict_at_that_of_then():
 def test_a_prefill_node_that_decodes_a_little_is_no_room_on_the_node_that_was_chosen(policy):
     view, request = busy_view(8), make_request("r", blocks=3)
     view.heartbeat(NodeId("d1"), make_heartbeat(is_draining=True), 0.0)
-    placement = placed(view, request)._replace(decode_node=NodeId("d0"))
+    placement = replace(placed(view, request), decode_node=NodeId("d0"))
     lent = make_request("lent", first_block=9_000)
-    view.placed(lent, placed(view, lent)._replace(prefill_node=NodeId("p0"), decode_node=NodeId("p0")), 0.0)
+    view.placed(lent, replace(placed(view, lent), prefill_node=NodeId("p0"), decode_node=NodeId("p0")), 0.0)
     view.prefill_done(lent.request_id, 0.0)
     assert view.lent_mask
     bound = Slo(tbt_slo_s=tbt_slo_for(COST.decode_step_s(7, view.running_context_tokens), COST))
-    asked = request._replace(slo=bound)
+    asked = replace(request, slo=bound)
     assert not admit_to_decode(view.node(NodeId("d0")), COST, request.num_tokens, bound, policy)
     reason, *_ = refusal(asked, placement, view, COST, SchedulerSettings(reject=policy), 0.0)
     assert reason is RejectReason.TBT
@@ -273,7 +274,7 @@ def test_who_is_taken_without_a_projection_would_be_taken_by_it(seed):
     others_s = displaced_s(request, placement, view, COST, now_s)
     predicted_s = decode_tbt_s(request, placement, view, COST, PREDICT, now_s) + others_s
     for tbt_s in (COST.decode_step_s(0, 0) * (1 + number / 100) for number in range(300)):
-        asked = request._replace(slo=Slo(tbt_slo_s=tbt_s))
+        asked = replace(request, slo=Slo(tbt_slo_s=tbt_s))
         taken.append(refusal(asked, placement, view, COST, PREDICTING, now_s) is None)
         assert taken[-1] == (predicted_s <= step_limit_s(tbt_s, COST))
     assert {*taken} == {True, False}
@@ -281,7 +282,7 @@ def test_who_is_taken_without_a_projection_would_be_taken_by_it(seed):
 
 def test_predict_looks_past_the_prefill_from_now_on():
     view, request = busy_view(4), make_request("r", blocks=3)
-    placement = placed(view, request)._replace(predicted_ttft_s=25.0)
+    placement = replace(placed(view, request), predicted_ttft_s=25.0)
     then = Steps(0.5)
     decode_tbt_s(request, placement, view, then, PREDICT, 20.0)
     sequences, tokens = view.projected(45.0, 20.0)

@@ -223,7 +223,7 @@ def test_what_a_sequence_shared_is_not_free_when_it_ends_until_the_node_says_so(
     view = make_view(1, 0)
     view.add_node(make_info("d0", Role.DECODE, num_blocks=100), 0.0)
     for name in ("first", "second"):
-        request = make_request(name, blocks=50, max_tokens=1)._replace(num_tokens=50 * BLOCK_SIZE - 1)
+        request = replace(make_request(name, blocks=50, max_tokens=1), num_tokens=50 * BLOCK_SIZE - 1)
         view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
     node = view.node(NodeId("d0"))
     view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=40, num_shared_blocks=num_shared_blocks), 0.0)
@@ -250,7 +250,7 @@ def test_an_empty_node_takes_who_may_outgrow_it_whatever_came_before() -> None:
             view.finished(request_id, 0.0)
         view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=1_000), 0.0)
         large = make_request("large", blocks=999, max_tokens=4_000)
-        large = large._replace(num_tokens=1_000 * BLOCK_SIZE - 1)
+        large = replace(large, num_tokens=1_000 * BLOCK_SIZE - 1)
         assert not isinstance(place(large, view, COST, 0.0), Rejection)
 
 
@@ -287,7 +287,7 @@ def test_prompts_that_were_to_be_done_and_are_not_hold_their_node_up() -> None:
     for number in range(4):
         request = make_request(f"r{number}", blocks=20, first_block=100 * number)
         placement = require_placement(place(request, view, COST, 0.0))
-        view.placed(request, placement._replace(prefill_node=NodeId("p0")), 0.0)
+        view.placed(request, replace(placement, prefill_node=NodeId("p0")), 0.0)
     each_s, ends_s = view.node(NodeId("p0")).queued_s / 4, view.prefill_order.values[0]
     assert each_s > 0.5
     view.settle(ends_s - 0.01)
@@ -343,7 +343,7 @@ def test_a_first_token_of_which_nothing_was_heard_is_no_sequence_of_another_cond
     view = make_view(1, 1)
     request = make_request()
     placement = require_placement(place(request, view, COST, 0.0))
-    view.placed(request, placement._replace(decode_node=NodeId("p0")), 0.0)
+    view.placed(request, replace(placement, decode_node=NodeId("p0")), 0.0)
     view.heartbeat(NodeId("p0"), make_heartbeat(num_running=3, num_step_rows=3, num_context_tokens=900), 0.0)
     assert view.node(NodeId("p0")).foreign_sequences == 2
 

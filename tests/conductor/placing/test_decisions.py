@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -35,9 +36,9 @@ def history(seed, settings, num_requests=80):
         slo = Slo(rng.choice([1.0, 5.0, float("inf")]), rng.choice([0.02, 0.05, float("inf")]))
         request = make_request(f"r{number}", rng.randrange(1, 30), rng.randrange(3), slo=slo)
         if number % 7 == 0:
-            request = request._replace(max_tokens=0)
+            request = replace(request, max_tokens=0)
         if number % 3 == 0:
-            request = request._replace(avoid=(f"p{number % 4}", f"d{number % 5}")[: 1 + number % 2])
+            request = replace(request, avoid=(f"p{number % 4}", f"d{number % 5}")[: 1 + number % 2])
         result = place(request, view, COST, now_s, settings)
         made.append(decision(request, view, result, now_s, now_s))
         if isinstance(result, Placement):
@@ -118,7 +119,7 @@ def test_a_decision_read_from_a_log_is_the_one_that_was_written(tmp_path):
     settings = SchedulerSettings(reject=RejectPolicy.EARLY, kvcache_balancing_threshold=1.5)
     log = DecisionLog(tmp_path / "log", Shared(COST.profile, settings, "m"), 1 << 30)
     made = history(1, settings)
-    with_hashes = made[0]._replace(asked=made[0].asked._replace(chain=(b"\x01" * 16, b"\xff" * 16)))
+    with_hashes = made[0]._replace(asked=replace(made[0].asked, chain=(b"\x01" * 16, b"\xff" * 16)))
     actual = Actual(9.5, "finished", ttft_s=0.1 + 0.2, num_output_tokens=3)
     for each in (*made, with_hashes):
         log.decision(each)
@@ -236,7 +237,7 @@ def test_an_explanation_has_the_prefill_node_that_decodes_for_want_of_room():
 
 def test_an_explanation_says_which_nodes_were_avoided():
     view = make_view(2, 2, COST)
-    request = make_request("chat-1f.2", 10)._replace(avoid=(NodeId("p0"), NodeId("d0"), NodeId("gone")))
+    request = replace(make_request("chat-1f.2", 10), avoid=(NodeId("p0"), NodeId("d0"), NodeId("gone")))
     result = place(request, view, COST, 1.0)
     assert (result.prefill_node, result.decode_node) == ("p1", "d1")
     kept = Decisions(COST, SchedulerSettings())

@@ -55,7 +55,7 @@ def test_nothing_is_evicted_first_where_the_prompt_stays():
 
 def test_nothing_is_evicted_first_where_no_node_decodes():
     view, copies = make_view(1, 1), KeptCopies(COST, SETTINGS)
-    request = REQUEST._replace(max_tokens=1)
+    request = dataclasses.replace(REQUEST, max_tokens=1)
     placement = require_placement(place(request, view, COST, 0.0, SETTINGS))
     assert placement.prefill_node != placement.decode_node
     assert {copies.evict_first_on(request, placement, view) for _ in range(50)} == {None}

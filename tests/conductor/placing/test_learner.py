@@ -1,5 +1,6 @@
 """What attempts teach: of steps only those whose gaps held no prompt."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -49,9 +50,8 @@ class Taught:
 def measured(learner, view, node_id, now_s, slowness):
     """Let a node compute one prompt, so many times slower than by the profile."""
     asked = make_request(f"{node_id} {now_s}", 4, int(1_000 * now_s))
-    placement = require_placement(place(asked, view, COST, now_s, PLAIN))._replace(
-        prefill_node=NodeId(node_id)
-    )
+    placement = require_placement(place(asked, view, COST, now_s, PLAIN))
+    placement = replace(placement, prefill_node=NodeId(node_id))
     view.placed(asked, placement, now_s)
     learner.placed(placement, now_s)
     view.prefill_done(asked.request_id, now_s)
@@ -192,7 +192,7 @@ def test_a_node_that_seemed_slow_once_and_gets_nothing_is_doubted_and_one_as_slo
         measured(learner, view, "p2", float(now_s), slow_all_round)
     assert corrections.ratio("p0", "prefill") == pytest.approx(cold_s)
     asked = make_request("long", 4, 900_000)
-    placement = require_placement(place(asked, view, COST, 29.0, PLAIN))._replace(prefill_node=NodeId("p0"))
+    placement = replace(require_placement(place(asked, view, COST, 29.0, PLAIN)), prefill_node=NodeId("p0"))
     view.placed(asked, placement, 29.0)
     for now_s in range(30, 100):
         measured(learner, view, "p2", float(now_s), slow_all_round)
@@ -230,13 +230,13 @@ def test_a_node_that_decodes_is_not_doubted_for_getting_nothing():
     view.corrections.restore("d1", "decode", 1.0)
     learner._heard["decode"] = {NodeId("d0"): _Heard(view.node(NodeId("d0")), 0.0, 1)}
     asked = make_request("long", 2)
-    placement = require_placement(place(asked, view, COST, 0.0, PLAIN))._replace(decode_node=NodeId("d0"))
+    placement = replace(require_placement(place(asked, view, COST, 0.0, PLAIN)), decode_node=NodeId("d0"))
     view.placed(asked, placement, 0.0)
     view.prefill_done(asked.request_id, 1.0)
     for now_s in range(2, 40):
-        learner.placed(placement._replace(request_id=f"r{now_s}", decode_node=NodeId("d1")), float(now_s))
+        learner.placed(replace(placement, request_id=f"r{now_s}", decode_node=NodeId("d1")), float(now_s))
     assert view.corrections.ratio("d0", "decode") == 3.0
     view.finished(asked.request_id, 40.0)
     for now_s in range(41, 60):
-        learner.placed(placement._replace(request_id=f"r{now_s}", decode_node=NodeId("d1")), float(now_s))
+        learner.placed(replace(placement, request_id=f"r{now_s}", decode_node=NodeId("d1")), float(now_s))
     assert view.corrections.ratio("d0", "decode") < 1.1

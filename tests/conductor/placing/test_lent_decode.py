@@ -1,5 +1,7 @@
 """When a prefill node decodes: for want of room or time in the decode pool, or to spare copies."""
 
+from dataclasses import replace
+
 import pytest
 
 from base.request import NodeId, RequestId, Role, Slo
@@ -109,7 +111,7 @@ def test_few_prefill_nodes_lend_so_that_others_have_all_their_time():
 
 def test_a_node_that_failed_the_request_lends_nothing_to_it():
     view = full_decode(make_view(1, 1))
-    request = make_request()._replace(avoid=(NodeId("p0"),))
+    request = replace(make_request(), avoid=(NodeId("p0"),))
     assert isinstance(place(request, view, COST, 0.0, FOLLOW), Rejection)
 
 
@@ -138,7 +140,7 @@ def test_who_names_no_bound_is_spared_a_decode_node_that_others_make_slow():
     request = make_request("new", first_block=90_000)
     assert require_placement(place(request, view, FAST, 0.0, FIXED)).decode_node == "d0"
     assert require_placement(place(request, view, FAST, 0.0, FOLLOW)).decode_node == "p0"
-    loose = request._replace(slo=Slo(tbt_slo_s=1e3))
+    loose = replace(request, slo=Slo(tbt_slo_s=1e3))
     assert require_placement(place(loose, view, FAST, 0.0, FOLLOW)).decode_node == "d0", "it is in time there"
 
 
@@ -254,7 +256,7 @@ def test_a_decode_node_that_computes_a_prompt_is_chosen_after_others():
     first = make_request("a")
     placement = require_placement(place(first, view, COST, 0.0, FIXED))
     node = view.node(placement.decode_node)
-    view.placed(first, placement._replace(prefill_node=node.info.node_id), 0.0)
+    view.placed(first, replace(placement, prefill_node=node.info.node_id), 0.0)
     step_s = view.load_of(node.info.node_id, 0.0)[1]
     assert view.decode_order.values[node.slot] == 1.5 * step_s
     view.prefill_done(RequestId("a"), 1.0)

@@ -24,7 +24,7 @@ def decided(slo, ahead_s=0.0, blocks=10, queued=0, settings=SETTINGS):
     for number in range(queued):
         other = make_request(f"other{number}", first_block=1_000 * (number + 1))
         view.placed(other, require_placement(place(other, view, COST, 0.0)), 0.0)
-    asked = make_request(blocks=blocks, slo=slo)._replace(waited_s=0.5 + ahead_s)
+    asked = replace(make_request(blocks=blocks, slo=slo), waited_s=0.5 + ahead_s)
     return decision(asked, view, place(asked, view, COST, 0.5, settings), 0.0, 0.5)
 
 

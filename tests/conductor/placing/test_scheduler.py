@@ -1,6 +1,7 @@
 """Placement: Algorithm 1 against a plain scan of all nodes, and what it must never do."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -67,7 +68,7 @@ def test_nodes_to_avoid_are_chosen_and_fetched_from_only_where_no_others_are(see
     view, held = random_cluster(rng)
     names = ["p0", "p1", "p2", "p3", "p4", "p5", "d0", "d1"]
     avoid = rng.sample(names, rng.randrange(1, len(names)))
-    request = make_request(blocks=rng.randrange(1, 25))._replace(avoid=tuple(avoid))
+    request = replace(make_request(blocks=rng.randrange(1, 25)), avoid=tuple(avoid))
     placement = require_placement(place(request, view, COST, 0.0))
     assert placement.prefill_node not in avoid or {*names[:6]} <= {*avoid}
     assert placement.decode_node not in avoid or {"d0", "d1"} <= {*avoid}
@@ -80,7 +81,7 @@ def test_nodes_to_avoid_are_chosen_and_fetched_from_only_where_no_others_are(see
 
 def test_a_node_to_avoid_is_chosen_where_the_others_have_no_room() -> None:
     view = make_view(1, 2)
-    request = make_request()._replace(avoid=(NodeId("d0"),))
+    request = replace(make_request(), avoid=(NodeId("d0"),))
     assert require_placement(place(request, view, COST, 0.0)).decode_node == "d1"
     view.refused(NodeId("d1"), 0.0)
     assert require_placement(place(request, view, COST, 0.0)).decode_node == "d0"
@@ -117,7 +118,7 @@ def test_a_node_that_computes_decodes_too_unless_another_has_a_shorter_step() ->
     for number in range(40):
         busy = make_request(f"b{number}")
         made = require_placement(place(busy, view, COST, 0.0))
-        view.placed(busy, made._replace(decode_node=NodeId("n1")), 0.0)
+        view.placed(busy, replace(made, decode_node=NodeId("n1")), 0.0)
         view.prefill_done(busy.request_id, 0.0)
     placement = require_placement(place(make_request(blocks=10), view, COST, 0.0))
     assert (placement.prefill_node, placement.decode_node) == ("n1", "n0")
@@ -243,7 +244,7 @@ def test_prompt_that_fits_no_decode_node_is_rejected() -> None:
 
 
 def test_who_finds_no_blocks_waits_if_enough_requests_are_expected_to_end_in_time() -> None:
-    view, asked = make_view(1, 0), make_request("late", blocks=6)._replace(waited_s=1.0)
+    view, asked = make_view(1, 0), replace(make_request("late", blocks=6), waited_s=1.0)
     view.add_node(make_info("d0", Role.DECODE, num_blocks=10), 0.0)
     first = make_request("first", blocks=6, first_block=100)
     view.placed(first, require_placement(place(first, view, COST, 0.0)), 0.0)
@@ -257,7 +258,7 @@ def test_who_finds_no_blocks_waits_if_enough_requests_are_expected_to_end_in_tim
         for patience_s, waits in [(ended_s * 1.01, True), (ended_s * 0.99, False), (float("inf"), True)]:
             assert is_final(result, turn, asked, ahead_s, view, patience_s, has_begun=False) is not waits
     assert not is_final(result, Turn.NOW, asked, 0.0, view, 0.0, has_begun=True)
-    bounded = asked._replace(slo=Slo(ttft_slo_s=1e3))
+    bounded = replace(asked, slo=Slo(ttft_slo_s=1e3))
     assert is_final(result, Turn.NOW, bounded, 0.0, view, float("inf"), has_begun=False)
     larger = make_request("larger", blocks=10)
     rejection = place(larger, view, COST, 0.0)
@@ -388,7 +389,7 @@ def test_who_names_a_bound_or_waits_before_the_nodes_joins_the_shortest_line() -
 
 def test_long_lines_of_nodes_to_avoid_are_not_joined() -> None:
     view = queued([21.0, 24.0, 30.0, 22.0])
-    request = make_request(blocks=20)._replace(avoid=(NodeId("p2"),))
+    request = replace(make_request(blocks=20), avoid=(NodeId("p2"),))
     assert require_placement(place(request, view, COST, 0.0, AT_ONCE)).prefill_node == "p1"
 
 

@@ -236,7 +236,7 @@ def test_bounds_that_requests_named_are_those_of_a_log_as_a_trace_and_of_a_reque
     assert [row.bounds.over(usual) for row in live.trace().requests] == named
     # its first token was out when it was lost: the second attempt names none
     first = live.served[0]
-    asked = first.made.asked._replace(request_id=RequestId("r0.2"), slo=Slo())
+    asked = dataclasses.replace(first.made.asked, request_id=RequestId("r0.2"), slo=Slo())
     again = dataclasses.replace(first, made=first.made._replace(asked=asked))
     other = dataclasses.replace(live, served=[again, *live.served[1:]])
     assert [row.bounds.over(usual) for row in other.trace().requests] == named

@@ -5,6 +5,7 @@ import json
 import math
 import tracemalloc
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -314,7 +315,7 @@ async def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
     cluster.serve(1.0, 0.1)
     shared, placement = cluster.serve(1.0, 0.1)
     prefilled = Prefilled("r", SampledToken(1), None, 0, (), PrefillTimes(0.0, 1.0, 0.0))
-    fetched = placement._replace(matched_blocks=4, source_node="n1")
+    fetched = replace(placement, matched_blocks=4, source_node="n1")
     cluster.view.kv_events("n1", 1, shared.chain[:4], ())
     cluster.history.first_token(1.0, prefilled, shared, fetched)
     packed = await data.answer("now")

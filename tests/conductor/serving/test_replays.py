@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def as_urgent_as_other_tests(monkeypatch):
 def ask(traffic, name, at_s, blocks=3, tokens_more=0, num_new=7, first_block=0):
     chain = [(first_block + number).to_bytes(16, "little") for number in range(blocks)]
     request = make_request(f"{name}.1", blocks)
-    request = request._replace(chain=chain, num_tokens=blocks * BLOCK_SIZE + tokens_more)
+    request = replace(request, chain=chain, num_tokens=blocks * BLOCK_SIZE + tokens_more)
     result = place(request, VIEW, COST, at_s)
     traffic.decided(decision(request, VIEW, result, at_s, at_s))
     traffic.finished(RequestId(name), num_new, "stop" if num_new else "SloUnreachableError", "")
@@ -69,7 +70,7 @@ def test_what_was_asked_is_read_back_as_a_trace(tmp_path):
 def test_a_request_of_any_numbers_is_kept():
     traffic = Traffic(ManualClock())
     for name, most, priority in (("a", 1 << 40, 1 << 40), ("b", 1, -(1 << 40))):
-        request = make_request(f"{name}.1", max_tokens=most)._replace(priority=priority)
+        request = replace(make_request(f"{name}.1", max_tokens=most), priority=priority)
         traffic.decided(decision(request, VIEW, place(request, VIEW, COST, 0.0), 0.0, 0.0))
         traffic.finished(RequestId(name), 1, "stop", "")
     assert len(list(trace_lines(traffic.records(), BLOCK_SIZE))) == 3
@@ -79,7 +80,7 @@ def test_requests_that_decode_nothing_or_count_on_no_cache_are_rows_like_others(
     traffic = Traffic(ManualClock())
     for at, (max_tokens, num_blocks, num_new) in enumerate([(0, 3, 0), (0, 0, 0), (300, 0, 7)]):
         request = make_request(f"r{at}.1", 3, max_tokens=max_tokens)
-        request = request._replace(chain=request.chain[:num_blocks])
+        request = replace(request, chain=request.chain[:num_blocks])
         traffic.decided(decision(request, VIEW, place(request, VIEW, COST, 0.0), float(at), float(at)))
         traffic.finished(RequestId(f"r{at}"), num_new, "stop", "")
     path = tmp_path / "trace.jsonl"

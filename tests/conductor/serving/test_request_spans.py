@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -67,10 +68,10 @@ def test_decisions_are_noted_in_the_span_of_their_request():
     for each in made:
         name = each.asked.request_id
         assert spans.begun(request(request_id=name)) == tracer.spans[-1].traceparent
-        spans.decided(each._replace(asked=each.asked._replace(request_id=f"{name}.1")))
+        spans.decided(each._replace(asked=replace(each.asked, request_id=f"{name}.1")))
     noted = [span.events[0] for span in tracer.spans]
     assert {name for name, _ in noted} == {"placed", "refused"}
-    spans.decided(made[0]._replace(asked=made[0].asked._replace(request_id="forgotten.1")))
+    spans.decided(made[0]._replace(asked=replace(made[0].asked, request_id="forgotten.1")))
 
 
 W3C = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
