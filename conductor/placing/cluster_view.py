@@ -19,7 +19,7 @@ replay drive this very class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from math import inf, nan
@@ -35,7 +35,6 @@ from conductor.placing.node_state import InFlight, NodeState, require_same_kv
 from conductor.placing.pace_classes import PaceClasses
 from conductor.placing.passed_time import PassedTime
 from conductor.placing.placement import Placement, PlacementRequest, RejectReason
-from conductor.placing.prompt_share import share_beside_running
 from conductor.placing.room_price import RoomPrice
 from kvstore.index import Key, NodeEvents, PrefixIndex
 
@@ -86,6 +85,7 @@ class ClusterView:
         """Prompts placed and not computed."""
         self.num_waiting = 0
         """Requests that are not placed yet: their owner says how many."""
+        self.on_running: Callable[[NodeState, float], None] | None = None  # what decodes on a node changed
         self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
         self.mean_prefill_s = 0.0
         """Predicted seconds of a prompt, on a node that does nothing else, over those placed lately."""
@@ -438,7 +438,8 @@ class ClusterView:
         self.running_context_tokens += tokens
         step_s = self._cost.placed_step_s(node.running_sequences, node.running_context_tokens, node.places)
         node.running_step_s = step_s
-        node.passed.change(now_s, step_s, share_beside_running(node, node.tightest_running_s, self._cost))
+        if self.on_running is not None:
+            self.on_running(node, now_s)
 
     def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
         node = flight.prefill

@@ -18,6 +18,7 @@ from conductor.placing.cost_model import CORRECTION_GAIN, CostModel
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.prefill_pace import PrefillPace
+from conductor.placing.prompt_share import share_beside_running
 
 DOUBT_AFTER_S = 1.0
 """Seconds without anything learned while requests are refused, after which what is known may be wrong."""
@@ -73,6 +74,7 @@ class Learner:
         self._learned_at_s = self._doubted_at_s = now_s
         self._heard: dict[str, dict[NodeId, _Heard]] = {"prefill": {}, "handoff": {}, "decode": {}}
         """Measurements of each node, by term, the one that is looked at next first."""
+        view.on_running = self._running_changed
 
     def placed(self, placement: Placement, now_s: float) -> None:
         """Take in an attempt that begins."""
@@ -146,6 +148,11 @@ class Learner:
             profile_s = (now_s - first_at_s) / num_steps
             self._learn(now_s, placement.decode_node, "decode", profile_s, mean_step_s)
         return placement
+
+    def _running_changed(self, node: NodeState, now_s: float) -> None:
+        """Take in that other sequences decode on a node from now on."""
+        share = share_beside_running(node, node.tightest_running_s, self._cost)
+        node.passed.change(now_s, node.running_step_s, share)
 
     def _learn(
         self, now_s: float, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1
