@@ -11,7 +11,8 @@ Workloads:
 * even: half of the prompts go on from an earlier one, answers have 4 to 59 tokens;
 * shifting: a minute of long prompts with short answers, a minute of short prompts with long answers, in turn,
   so that roles drift;
-* bursts: as even, by turns of 20 s a fifth and nine fifths of the rate.
+* bursts: as even, by turns of 20 s a fifth and nine fifths of the rate;
+* agents: all begin with the same 1,600 tokens and go on alone.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from conductor.serving.dispatch import Dispatcher
 SHIPPED = scheduler_settings(SchedulerConfig())
 BOUNDS = Slo(2.0, 0.1)
 NUM_BLOCKS = 200_000
-"""None is ever evicted: what a node without a store forgets is not simulated."""
+"""None is ever evicted: what a node without a store forgets as requests hold its blocks is not simulated."""
 
 
 def nothing_between(profile: Profile) -> Profile:
@@ -135,12 +136,31 @@ def mixed(rate: float, count: int, rng: random.Random) -> Iterator[Asked]:
         yield asked._replace(slo=bounds[number % len(bounds)])
 
 
+def agents(rate: float, count: int, rng: random.Random) -> Iterator[Asked]:
+    """Yield requests that begin with the same instructions and go on alone."""
+    instructions = _tokens(rng, 1_600)
+    for _ in range(count):
+        own = _tokens(rng, rng.randrange(40, 400))
+        yield Asked(rng.expovariate(rate), instructions + own, rng.randrange(20, 120))
+
+
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(20_000) for _ in range(count))
 
 
+def with_blocks(profile: Profile, count: int) -> Profile:
+    """Return nodes of so many blocks of KV, and no store."""
+    return replace(profile, device_kv_tokens=count * BLOCK_SIZE, host_kv_tokens=count * BLOCK_SIZE)
+
+
 Workload = Callable[[float, int, random.Random], Iterator[Asked]]
-WORKLOADS: dict[str, Workload] = {"even": even, "shifting": shifting, "bursts": bursts, "mixed": mixed}
+WORKLOADS: dict[str, Workload] = {
+    "even": even,
+    "shifting": shifting,
+    "bursts": bursts,
+    "mixed": mixed,
+    "agents": agents,
+}
 
 
 async def _answer(dispatcher: Dispatcher, number: int, asked: Asked, slo: Slo) -> None:
@@ -167,7 +187,8 @@ def logged(path: Path, workload: Iterable[Asked], served: Served) -> LiveRun:
     """Serve a workload; leave its decision log, and return what it holds."""
     cost = CostModel(served.profile)
     log = DecisionLog(path, Shared(served.profile, served.settings, MODEL_ID), 1 << 32)
-    infos = node_infos(served.num_prefill, served.num_decode, served.num_both, NUM_BLOCKS)
+    num_blocks = served.profile.device_kv_tokens // BLOCK_SIZE
+    infos = node_infos(served.num_prefill, served.num_decode, served.num_both, num_blocks)
 
     async def scenario(clock: VirtualLoop) -> None:
         async with (

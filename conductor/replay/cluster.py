@@ -37,6 +37,7 @@ from conductor.replay.links import Flow, Links
 from conductor.replay.load_reports import LoadReports
 from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.pipeline import CHUNK_TOKENS, run_through
+from conductor.replay.shared_kv import SharedKv
 from conductor.replay.sim_conductor import Placer, SimConductor
 from conductor.replay.sim_engine import Chunk, SimEngine
 from conductor.replay.sim_node import SimNode
@@ -88,9 +89,7 @@ class SimCluster:
         """Sessions that begin when others have ended."""
         self._roles = RoleController(self._cost) if options.settings.roles_follow else None
         self._nodes = {spec.node_id: self._node(spec) for spec in specs}
-        self._reports: LoadReports | None = None
-        if len(self._conductors) > 1:
-            self._reports = LoadReports(self._nodes, self._conductors, self._block_size, self._at)
+        self._reports = LoadReports(self._nodes, self._conductors, self._block_size, self._at)
         for node in self._nodes.values():
             self._register(node, node.spec.roles)
         if unknown := [fault.node for fault in options.faults if fault.node not in self._nodes]:
@@ -164,6 +163,7 @@ class SimCluster:
             self.options.max_batch,
         )
         engine.on_look = self._look
+        engine.shared = SharedKv(self._block_size, lambda: self._reports.shares(spec.node_id, self.now_s))
         return SimNode(spec, cost, cache, engine)
 
     def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
@@ -213,7 +213,7 @@ class SimCluster:
         self._stop_flow(request)
         self._nodes[request.placement.prefill_node].engine.drop(request, self.now_s)
         self.outcomes.num_retried += 1
-        self._has_ended(request)
+        self._reports.ended(request, self.now_s)
         self._conductors[request.conductor].lost(request, node_id, self.now_s)
 
     def _stop_flow(self, request: SimRequest) -> None:
@@ -236,8 +236,7 @@ class SimCluster:
             return
         self.view.set_roles(change.node_id, frozenset({change.role}), self.now_s)
         self.outcomes.role_changes += 1
-        if self._reports is not None:
-            self._reports.changed(change.node_id, 0, self.now_s)
+        self._reports.changed(change.node_id, 0, self.now_s)
         self._conductors[0].pump(self.now_s)
 
     def _sample(self) -> None:
@@ -276,19 +275,17 @@ class SimCluster:
         self._in_flight[request] = None
         request.order = self.now_s, request.number
         node, source = self._nodes[placement.prefill_node], placement.source_node
+        request.found_tokens = tokens = request.num_tokens
         if placement.decode_node != placement.prefill_node:
             self._news[request.conductor].spoke(placement.decode_node, self.now_s)
+            here = self._nodes[placement.decode_node].engine.shared.found(request.chain, tokens)
+            request.found_tokens = max(here, placement.decode_matched_blocks * self._block_size)
         if source is not None:
             self._news[request.conductor].spoke(source, self.now_s)
             self._fetch(request, node, self._nodes[source])
         else:
             node.engine.add(request, self.now_s)
-        if self._reports is not None:
-            self._reports.placed(request, self.now_s)
-
-    def _has_ended(self, request: SimRequest) -> None:
-        if self._reports is not None:
-            self._reports.ended(request, self.now_s)
+        self._reports.placed(request, self.now_s)
 
     def _refused(self, request: SimRequest, reason: str, wasted_prefill_s: float = 0.0) -> None:
         self.outcomes.rejected(request, reason, wasted_prefill_s)
@@ -392,8 +389,7 @@ class SimCluster:
             self._store(node, request.chain[: request.computed_tokens // self._block_size])
             if node.engine.batch:
                 self._news[request.conductor].spoke(node.node_id, now_s)
-            if self._reports is not None:
-                self._reports.changed(node.node_id, request.conductor, now_s)
+            self._reports.changed(node.node_id, request.conductor, now_s)
             return
         self._store(node, request.chain, request.evict_first_on == request.placement.prefill_node)
         request.computed_at_s = now_s
@@ -415,11 +411,10 @@ class SimCluster:
         now_s, placement = self.now_s, request.placement
         conductor = self._conductors[request.conductor]
         self._news[request.conductor].spoke(placement.prefill_node, now_s, has_computed=True)
-        if self._reports is not None:
-            self._reports.went_on(request, now_s)
+        self._reports.went_on(request, now_s)
         if not conductor.was_prefilled(request, now_s):
             del self._in_flight[request]
-            self._has_ended(request)
+            self._reports.ended(request, now_s)
             conductor.ended(request, now_s)
             self._refused(request, "tbt_late", request.prefill_s)
             return
@@ -452,7 +447,7 @@ class SimCluster:
 
     def _finished(self, request: SimRequest, now_s: float) -> None:
         del self._in_flight[request]
-        self._has_ended(request)
+        self._reports.ended(request, now_s)
         self._conductors[request.conductor].ended(request, now_s, request.tokens_left)
         placement = request.placement
         tbt_s = worst_gaps_s(request.gaps, max(0, request.output_tokens - 1))

@@ -43,3 +43,11 @@ class KnownArrivals:
 
     def _is_known(self, request: SimRequest) -> bool:
         return request.missed_step <= self.until_step
+
+
+def put_in_order(waiting: deque[SimRequest], request: SimRequest) -> None:
+    """Put a request before those in line that are later in order."""
+    at = len(waiting)
+    while at and waiting[at - 1].order > request.order:
+        at -= 1
+    waiting.insert(at, request)

@@ -1,10 +1,11 @@
-"""Reports of nodes' load, where several conductors share the nodes.
+"""Reports of nodes' load, where sequences share blocks or several conductors the nodes.
 
-Each conductor counts its own placements at once, and hears of the others' what a node reports: prompts that
+How many blocks sequences share (`shared_kv.py`) nobody knows but the node, which says so to all conductors.
+Beside that each counts its own placements at once, and hears of the others' what a node reports: prompts that
 wait, sequences that decode, blocks that are free. A node reports soon after its load changed, and not more
 often than `base/attach.py` lets it; of steps that go alike it reports the last. What was placed meanwhile is
-not known, and so two conductors may choose the same idle node. One conductor needs no reports: nothing
-happens but by its own placements.
+not known, and so two conductors may choose the same idle node. One conductor needs no reports where nothing
+was ever shared, or room is plenty: nothing happens but by its own placements.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class LoadReports:
         self._conductors = conductors
         self._block_size = block_size
         self._schedule = schedule
+        self._is_one = self._is_quiet = len(conductors) == 1
+        self._sharing: set[NodeId] = set()
+        """Nodes where sequences shared blocks."""
         self._due: set[Route] = set()
         self._reported_at_s: dict[Route, float] = {}
         self._to_decode: dict[NodeId, dict[SimRequest, None]] = {node_id: {} for node_id in nodes}
@@ -47,25 +51,42 @@ class LoadReports:
         """Note a request that its conductor has just placed."""
         if request.placement.decode_node != request.placement.prefill_node:  # else its engine counts it
             self._to_decode[request.placement.decode_node][request] = None
-        self.went_on(request, now_s)
+        if not self._is_quiet:
+            self.went_on(request, now_s)
 
     def ended(self, request: SimRequest, now_s: float) -> None:
         """Note that an attempt is over."""
         self._to_decode[request.placement.decode_node].pop(request, None)
-        self.went_on(request, now_s)
+        if not self._is_quiet:
+            self.went_on(request, now_s)
 
     def went_on(self, request: SimRequest, now_s: float) -> None:
         """Note that its nodes have another load by a request."""
+        if self._is_quiet:
+            return
         placement = request.placement
         self.changed(placement.prefill_node, request.conductor, now_s)
         if placement.decode_node != placement.prefill_node:
             self.changed(placement.decode_node, request.conductor, now_s)
 
-    def changed(self, node_id: NodeId, by: int, now_s: float) -> None:
-        """Have a node report soon to all but the conductor that it has the change from."""
-        for number in range(len(self._conductors)):
+    def shares(self, node_id: NodeId, now_s: float) -> None:
+        """Note that a sequence holds blocks of others on a node."""
+        self._sharing.add(node_id)
+        self._is_quiet = False
+        self.changed(node_id, None, now_s)
+
+    def changed(self, node_id: NodeId, by: int | None, now_s: float) -> None:
+        """Have a node report soon to the conductors that do not know yet.
+
+        The one who had it changed (None: nobody) knows all but what is shared.
+        """
+        if self._is_quiet:
+            return
+        shares = node_id in self._sharing
+        for number, conductor in enumerate(self._conductors):
             route = node_id, number
-            if number != by and route not in self._due:
+            is_new = number != by and not self._is_one
+            if route not in self._due and (is_new or (shares and _wants_room(conductor, node_id))):
                 self._due.add(route)
                 earliest_s = self._reported_at_s.get(route, 0.0) + STATE_GAP_S
                 at_s = max(now_s + WAKE_DELAY_S, earliest_s)
@@ -83,21 +104,30 @@ class LoadReports:
 
     def _heartbeat(self, node: SimNode) -> Heartbeat:
         engine, coming = node.engine, self._to_decode[node.node_id]
-        left = engine.capacity_tokens - engine.context_tokens - engine.prompt_tokens
+        shared, shared_tokens = engine.shared, engine.shared.tokens
         context_tokens = engine.context_tokens
+        left = engine.capacity_tokens + shared_tokens - context_tokens - engine.prompt_tokens
         for each in engine.joining:
+            found = shared.found(each.chain, each.found_tokens)
             # who has decoded already was preempted: its KV is in host memory
-            if each.context_tokens == each.num_tokens <= left:
+            if each.context_tokens == each.num_tokens <= left + found:
                 context_tokens += each.num_tokens
-                left -= each.num_tokens
+                shared_tokens += found
+                left -= each.num_tokens - found
         # what there is no room for stays where it was computed
-        reserved = min(left, sum(request.num_tokens for request in coming if request.waits_for))
-        held = reserved + context_tokens + engine.prompt_tokens
+        reserved = 0
+        for each in coming:
+            if each.waits_for:
+                found = shared.found(each.chain, each.found_tokens)
+                reserved += each.num_tokens - found
+                shared_tokens += found
+        held = engine.capacity_tokens - left + min(left, reserved)
         self._num_reports += 1
         return Heartbeat(
             sequence=self._num_reports,
             num_free_blocks=max(0, engine.capacity_tokens - held) // self._block_size,
             num_held_blocks=held // self._block_size,
+            num_shared_blocks=shared_tokens // self._block_size,
             num_waiting=engine.num_waiting,
             num_running=engine.batch + engine.num_prompts,
             num_queued_tokens=engine.queued_tokens,
@@ -105,3 +135,14 @@ class LoadReports:
             roles=self._conductors[0].view.node(node.node_id).info.roles,
             num_step_rows=engine.batch + len(engine.joining),
         )
+
+
+def _wants_room(conductor: SimConductor, node_id: NodeId) -> bool:
+    """Return whether a conductor may place more on a node if it learns what sequences share there.
+
+    Where it counts less than half of a node's KV as taken, by whole contexts, it seldom does.
+    """
+    if not conductor.view.is_member(node_id):
+        return False
+    node = conductor.view.node(node_id)
+    return conductor.num_waiting > 0 or 2 * node.peak_tokens >= node.capacity_tokens

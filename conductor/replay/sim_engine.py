@@ -19,8 +19,9 @@ handful of triples.
 What comes while a step is under way is in the next. An engine that launches ahead plans that one shortly
 before the first ends, if there is anything to plan: what comes later is in the one after.
 
-KV that does not fit: a sequence waits to join until it does; where growth overruns the capacity the newest
-sequence is preempted, keeps its KV in host memory, and waits first in line.
+KV that does not fit, of which blocks that several hold count once (`shared_kv.py`): a sequence waits to join
+until it does; where growth overruns the capacity the newest sequence is preempted, keeps its KV in host
+memory, and waits first in line.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from math import inf
 from base.step_budget import BudgetedStep, DecodeLoad
 from conductor.placing.cost_model import CostModel
 from conductor.replay.events import Schedule
-from conductor.replay.known_arrivals import KnownArrivals
+from conductor.replay.known_arrivals import KnownArrivals, put_in_order
 from conductor.replay.segments import Segments, steps_begun
-from conductor.replay.sim_request import SimRequest, work_of
+from conductor.replay.shared_kv import SharedKv
+from conductor.replay.sim_request import SimRequest, decoding_with, work_of
 from conductor.replay.sim_slack import BatchSlack
 from conductor.replay.steps_learned import StepsLearned
 
@@ -75,6 +77,7 @@ class SimEngine:
         self.on_look: Callable[[SimRequest, list[Chunk]], None] | None = None
         """Called with a prompt that may begin in a step and, if that is planned ahead, the chunks before."""
         self.capacity_tokens = cost.profile.device_kv_tokens
+        self.shared = SharedKv(1)  # its owner may set one of longer blocks
         self.num_preemptions = 0
         self.busy_s = 0.0
         """Seconds in steps with a prompt."""
@@ -127,11 +130,7 @@ class SimEngine:
 
     def add(self, request: SimRequest, now_s: float) -> None:
         """Queue a prompt, before those that are later in order."""
-        queue = self._queue
-        at = len(queue)
-        while at and queue[at - 1].order > request.order:
-            at -= 1
-        queue.insert(at, request)
+        put_in_order(self._queue, request)
         self._came(request, now_s, is_prompt=True)
 
     def join(self, request: SimRequest, now_s: float) -> None:
@@ -156,6 +155,7 @@ class SimEngine:
         elif request in self._prompts:
             self._prompts.remove(request)
             self.prompt_tokens -= request.num_tokens
+            self.shared.release(request)
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not request]
             if (steps := self._num_begun(now_s)) < self._steps:
                 self._begin(steps)
@@ -168,6 +168,8 @@ class SimEngine:
         everyone = [entry[2] for entry in sorted(self._running, key=_joined)]
         for request in everyone:
             self._leave(request)
+        for request in self._prompts:
+            self.shared.release(request)
         everyone.extend(self.joining)
         self.joining.clear()
         self._running.clear()
@@ -262,7 +264,7 @@ class SimEngine:
         """Return the steps until the first of the batch ends, or its KV has no room."""
         batch = self.batch
         steps = self._running[0][0] - self._step
-        left = self.capacity_tokens - self.context_tokens - self.prompt_tokens
+        left = self.capacity_tokens + self.shared.tokens - self.context_tokens - self.prompt_tokens
         return max(1, left // batch) if steps * batch > left and batch > 1 else steps
 
     def _plan_chunks(self) -> None:
@@ -320,11 +322,12 @@ class SimEngine:
             if first is not None and first.order < prompt.order and self._enter(first):
                 joining.popleft()
                 continue
-            held = self.context_tokens + self.prompt_tokens + sum(map(_context, joining))
-            if held and held + prompt.num_tokens > self.capacity_tokens:
-                break
             if self._known.until_step == inf and self.on_look is not None:
                 self.on_look(prompt, [])
+            held = self.context_tokens + self.prompt_tokens + sum(map(_context, joining))
+            over = held + prompt.num_tokens - self.shared.tokens - self.capacity_tokens
+            if held and over > 0 and over > self.shared.found(prompt.chain, prompt.prefix_tokens):
+                break
             if (tokens := _share(prompt.num_tokens - prompt.prefix_tokens, prompt.prefix_tokens, step)) == 0:
                 break  # it will find what others have computed by then
             self._let_in(prompt, now_s)
@@ -339,15 +342,8 @@ class SimEngine:
 
     def _budgeted_step(self, now_s: float) -> BudgetedStep:
         """Return the next step as it is before any prompt has taken of it."""
-        batch, context_tokens = self.batch, self.context_tokens
-        for request in self._prompts:
-            if request.num_tokens - request.computed_tokens == 1:
-                batch += 1
-                context_tokens += request.computed_tokens
-        waiting = self._known.among(self.joining)
-        for request in waiting:  # they have their KV, and lack a place
-            batch += 1
-            context_tokens += request.context_tokens
+        waiting = self._known.among(self.joining)  # they have their KV, and lack a place
+        batch, context_tokens = decoding_with(self.batch, self.context_tokens, self._prompts, waiting)
         most = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
         if self._budget_cost is None:
             return BudgetedStep(most)
@@ -367,6 +363,7 @@ class SimEngine:
         request.started_at_s, request.beside_s = now_s, self._on_start(request, now_s)
         request.computed_tokens = request.prefix_tokens
         self.prompt_tokens += request.num_tokens
+        self.shared.hold(request, request.prefix_tokens)
         self._prompts.append(request)
         return request
 
@@ -394,6 +391,8 @@ class SimEngine:
                     self._prompts.remove(request)
                     self.prompt_tokens -= request.num_tokens
                 self._on_computed(request, now_s)
+                if request.computed_tokens == request.num_tokens and not request.join_number:
+                    self.shared.release(request)
         self._is_between_steps = False
         if self._launches_ahead:
             has_chunks, expected_s, beside_s = ended = self._learned.segment
@@ -437,8 +436,11 @@ class SimEngine:
     def _enter(self, request: SimRequest, is_new: bool = False) -> bool:
         """Let a sequence join if its KV fits; an empty batch takes any. `is_new`: see `BatchSlack.joined`."""
         batch, context_tokens = self.batch, self.context_tokens + request.context_tokens
-        if batch and context_tokens + self.prompt_tokens + batch >= self.capacity_tokens:
+        chain, shared = request.chain, self.shared
+        over = context_tokens + self.prompt_tokens + batch - shared.tokens - self.capacity_tokens
+        if batch and over >= 0 and (request.run or over >= shared.found(chain, request.found_tokens)):
             return False
+        shared.hold(request, request.found_tokens)
         self.batch = batch + 1
         self.context_tokens = context_tokens
         self._num_joined = request.join_number = self._num_joined + 1
@@ -467,15 +469,17 @@ class SimEngine:
         self.context_tokens -= request.context_tokens + steps
         request.context_tokens += steps
         self.batch -= 1
+        self.shared.release(request)
 
     def _make_room(self) -> None:
         """Preempt the newest of the batch while its next step has no room."""
         running, most = self._running, self.capacity_tokens - self.prompt_tokens
-        while self.batch > 1 and self.context_tokens + self.batch > most:
+        while self.batch > 1 and self.context_tokens + self.batch - self.shared.tokens > most:
             newest = max(running, key=_joined)
             running.remove(newest)
             heapify(running)
             self._leave(newest[2])
+            newest[2].found_tokens = newest[2].num_tokens
             self.joining.appendleft(newest[2])
             self.num_preemptions += 1
 

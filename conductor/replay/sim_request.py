@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from conductor.placing.retries import Retries
 from conductor.replay.chains import JoinedChain
 from conductor.replay.links import Flow
 from conductor.replay.segments import Segment
+from conductor.replay.shared_kv import KvRun
 from conductor.replay.trace import TraceRequest
 
 
@@ -90,6 +91,10 @@ class SimRequest:
     """Number of the engine's last step that was planned before it came; 0: it is in the next one."""
     found_blocks: int | None
     """Leading blocks that its node had when the step was planned in which it may begin; None: has now."""
+    run: KvRun | None
+    """The blocks of its prompt that it holds where it is computed, or decodes."""
+    found_tokens: int
+    """Tokens that were in blocks of its decode node when it was placed: it shares no others there."""
     is_held_up: bool
     """Whether it waits for a chunk under way then, whose blocks it will find."""
     slo: Slo
@@ -130,7 +135,8 @@ class SimRequest:
         self.gaps = []
         self.num_gaps_before = 0
         self.join_number = self.missed_step = 0
-        self.found_blocks = None
+        self.found_blocks = self.run = None
+        self.found_tokens = self.num_tokens
         self.is_held_up = False
         self.slo = UNBOUNDED
         self.gap_bounds = UNBOUNDED_GAPS
@@ -181,3 +187,22 @@ def work_of(chunks: list[tuple[SimRequest, int]]) -> ChunkWork:
             new_tokens += tokens
             attended += attended_by(tokens, request.computed_tokens)
     return ChunkWork(new_tokens, attended, num_single, single_context, beside_s)
+
+
+def decoding_with(
+    batch: int, context_tokens: int, prompts: Iterable[SimRequest], waiting: Iterable[SimRequest]
+) -> tuple[int, int]:
+    """Return the sequences of a step that have one token to compute, and their tokens of KV.
+
+    Args:
+        prompts: Those that were let in, of which the last token of one counts like a sequence that decodes.
+        waiting: Sequences that would decode beside the batch.
+    """
+    for request in prompts:
+        if request.num_tokens - request.computed_tokens == 1:
+            batch += 1
+            context_tokens += request.computed_tokens
+    for request in waiting:
+        batch += 1
+        context_tokens += request.context_tokens
+    return batch, context_tokens

@@ -22,12 +22,14 @@ from bench.conformance_virtual import (
     STUB,
     Served,
     Side,
+    agents,
     bursts,
     even,
     live_side,
     logged,
     shifting,
     simulated_side,
+    with_blocks,
 )
 from bench.profile_log import profile_from_run
 from bench.profile_steps import capacity_tokens, profile_from_steps
@@ -124,6 +126,19 @@ def test_with_shipped_settings_a_request_goes_as_it_went_live_while_nobody_has_t
     assert ours.ttft_s == pytest.approx(live.ttft_s, rel=1e-3)
     assert ours.ttft_p99_s == pytest.approx(live.ttft_p99_s, rel=1e-3)
     assert ours.tbt_s == pytest.approx(live.tbt_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_blocks", [300, 600])
+def test_who_begins_with_the_same_blocks_shares_them_in_simulation_as_live(tmp_path, num_blocks):
+    served = Served(0, 0, 1, with_blocks(STUB, num_blocks), slo=UNBOUNDED)
+    live = run_of(tmp_path, served, 6.0, workload=agents)
+    most = max(node.decode_sequences for made in live.decisions for node in made.seen.nodes)
+    assert most > num_blocks // 52 + 1, "as many whole contexts as there is room for, and one"
+    outcomes = simulated(live, served.profile, served.engine).outcomes
+    theirs, ours = live_side(live), simulated_side(outcomes)
+    assert ours.ttft_s == pytest.approx(theirs.ttft_s, rel=0.01)
+    assert ours.ttft_p99_s == pytest.approx(theirs.ttft_p99_s, rel=0.01)
+    assert ours.tbt_s == pytest.approx(theirs.tbt_s, rel=0.01)
 
 
 def test_nodes_of_both_roles_refuse_in_simulation_whom_they_refused_live(tmp_path):
