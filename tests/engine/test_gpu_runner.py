@@ -3,16 +3,19 @@
 import asyncio
 import random
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.grammar import Vocabulary
-from base.request import Pooling, SamplingParams, StopParams
+from base.request import Pooling, SampledToken, SamplingParams, StopParams
 from engine.build import Engine, assemble_engine
 from engine.cuda_graph import MIXED_TOKENS, decode_ladder, mixed_ladder, prompt_ladder
 from engine.model import PagedModel
+from engine.prefix_groups import PrefixGroups
 from engine.sequence import Sequence
 from tests.conductor.fakes import write_model_folder
 from tests.engine.builders import make_sequence, run_sequences
@@ -86,6 +89,44 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
         same += got == expected[len(text) :]
         total += 1
     assert same == total
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"])
+def test_sequences_that_begin_alike_say_what_transformers_says(family: str, monkeypatch) -> None:
+    fields = {"max_position_embeddings": 2048}
+    reference = make_family(family, **fields).cuda()
+    config = EngineConfig(
+        device="cuda", dtype="float32", block_size=16, kv_cache_gib=0.1, chunk_tokens=512, max_batch=16
+    )
+    engine = assemble_engine(config, PagedModel(make_family(family, **fields).cuda()), SystemClock())
+    numbers, shared = PrefixGroups.numbers, []
+
+    def recorded(groups: PrefixGroups) -> NDArray[np.int32]:
+        found = numbers(groups)
+        shared.append(np.count_nonzero(found[0]))
+        return found
+
+    monkeypatch.setattr(PrefixGroups, "numbers", recorded)
+    rng = random.Random(5)
+    begins = [[rng.randrange(211) for _ in range(length)] for length in (640, 300)]
+    tails = [[rng.randrange(211) for _ in range(rng.randint(1, 90))] for _ in range(20)]
+    texts = [begins[index % 3 == 0] + tail for index, tail in enumerate(tails)]
+
+    async def run() -> dict[str, list[SampledToken]]:
+        await run_sequences(engine.loop, [make_sequence(f"begin-{at}", begins[at], 1) for at in range(2)])
+        asked = [make_sequence(f"{at:02}", text, 5 + 2 * at) for at, text in enumerate(texts)]
+        return await run_sequences(engine.loop, asked)
+
+    results = asyncio.run(run())
+    assert max(shared) >= 10, "sequences of both families in groups"
+    for index, text in enumerate(texts):
+        expected = list(text)
+        for _ in range(5 + 2 * index):
+            with torch.no_grad():
+                logits = reference(input_ids=torch.tensor([expected], device="cuda"), use_cache=False).logits
+            expected.append(int(logits[0, -1].argmax()))
+        assert [token.token_id for token in results[f"{index:02}"]] == expected[len(text) :]
 
 
 @pytest.mark.gpu
