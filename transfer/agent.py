@@ -24,7 +24,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
 from base.transports import TRANSPORTS
 from transfer.batch import Pieces, Priority, require_allowed
-from transfer.completion import Latch, post
+from transfer.completion import Latch, begin, post
 from transfer.gpu.staged import StagedTransport
 from transfer.gpu.staging import PinnedStaging
 from transfer.owned.board import Board
@@ -38,6 +38,8 @@ from transfer.tcp.host import TransferHost
 from transfer.tcp.server import TcpServer
 from transfer.transport import AbsentError, Carriage, OfferedTransport, TransferObserver, Transport
 
+MAX_KEPT_S = 0.001
+"""Time for which batches that wait for nothing follow each other before other tasks have the loop."""
 KNOWN_GRANTS = 128
 """Grants whose ranges are remembered, at most 1 MiB each."""
 CUT_AFTER_S = 1.0
@@ -89,6 +91,7 @@ class TransferAgent:
         self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
         )
+        self._turn_begun_s: float | None = None
         self._draining: dict[int, asyncio.Future[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._sweep_at_s = float("inf")
@@ -247,13 +250,26 @@ class TransferAgent:
             return
         require_allowed(self._ranges_of(grant), pieces)
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._router.move(peer, grant, pieces, priority)
-        except TimeoutError as error:
-            raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
-        # Batches of which none had to wait would keep the loop from everybody else.
-        await asyncio.sleep(0)
+        rest = begin(self._router.move(peer, grant, pieces, priority))
+        if rest is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await rest
+            except TimeoutError as error:
+                raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
+        elif self._is_late():
+            await asyncio.sleep(0)
+
+    def _is_late(self) -> bool:
+        """Return whether this turn of the loop has had batches for so long that it is others'."""
+        now_s = self._clock.now_s()
+        if self._turn_begun_s is None:
+            self._turn_begun_s = now_s
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return now_s - self._turn_begun_s > MAX_KEPT_S
+
+    def _end_turn(self) -> None:
+        self._turn_begun_s = None
 
     def _pinned(self, segment: Segment) -> Segment:
         for pin in (made.pin for made in self._offers if made.pin is not None):

@@ -5,7 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any
+
+
+def begin(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
+    """Run `work` until it has to wait; return its rest, for the same task, or None. Raises as it does.
+
+    A timer and its end cost 12 us, more than a small batch over shared memory, which mostly has
+    nothing to wait for.
+    """
+    try:
+        return _rest_of(work, work.send(None))
+    except StopIteration:
+        return None
+
+
+@types.coroutine
+def _rest_of(work: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, None, None]:
+    try:
+        while True:
+            try:
+                yield waits_for
+            except BaseException as error:
+                waits_for = work.throw(error)
+            else:
+                waits_for = work.send(None)
+    except StopIteration:
+        return
+    finally:
+        del waits_for  # it may hold the error, whose traceback holds this frame
 
 
 def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -22,6 +22,9 @@ from transfer.transport import MEASURED_FROM_BYTES, STAGED, TransferFacts, Trans
 COOLDOWN_S = 1.0
 MAX_COOLDOWN_S = 60.0
 _WEIGHT = 0.2
+RANKED_FOR_S = 1.0
+"""How long a ranking of transports is good for: to ask each of them takes longer than to copy 64 KiB."""
+MAX_RANKINGS = 4096
 MAX_PEERS = 1024
 """Peers of which rates and rests are known. Beyond that the one met first is met anew."""
 
@@ -72,10 +75,13 @@ class Router:
         self._transports = {transport.name: transport for transport in transports}
         self._clock = clock
         self._peers: dict[str, _PeerRates] = {}
+        self._rankings: dict[tuple[str, int, int, int | None], tuple[float, list[str]]] = {}
+        """Transports, best first, and until when: by peer, its epoch, its segment and our memory's device."""
 
     def add(self, transport: Transport) -> None:
         """Offer one more."""
         self._transports[transport.name] = transport
+        self._rankings.clear()
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out one batch; raises as `Transport.move`.
@@ -84,7 +90,7 @@ class Router:
         same bytes in the same places, and the grant is checked again.
         """
         known = self._known(peer)
-        names = self._ranked(peer, grant.segment_id, pieces.segment.device)
+        names = self._names(peer, grant.segment_id, pieces.segment.device)
         for name in names:
             batch = TransferFacts(peer.node_id, name, grant, pieces.num_bytes)
             for observer in self._observers:
@@ -97,6 +103,7 @@ class Router:
                 if not isinstance(error, TransferFailedError):
                     raise
                 known.resting.failed(name)
+                self._rankings.clear()
                 if name is names[-1]:
                     raise
                 event(log, "transport failed", level=logging.WARNING, transport=name, reason=error)
@@ -115,6 +122,18 @@ class Router:
         for observer in self._observers:
             observer.ended(batch, seconds, error)
         return seconds
+
+    def _names(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> list[str]:
+        """Return the transports to try, in order, as ranked now or a moment ago; raises as `_ranked`."""
+        now_s = self._clock.now_s()
+        key = (peer.node_id, peer.epoch, segment_id, device)
+        until_s, names = self._rankings.get(key, (0.0, []))
+        if until_s <= now_s:
+            if len(self._rankings) >= MAX_RANKINGS:
+                self._rankings.clear()
+            names = self._ranked(peer, segment_id, device)
+            self._rankings[key] = (now_s + RANKED_FOR_S, names)
+        return names
 
     def _ranked(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> list[str]:
         """Return the transports that reach the segment, best first.

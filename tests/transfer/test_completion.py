@@ -1,15 +1,27 @@
-"""Waiting for what other threads do, under limits of time and cancellation."""
+"""Work that is begun at once and given a time only if it has to wait."""
 
 import asyncio
 
 import pytest
 
-from transfer.completion import Completion
+from transfer.completion import Completion, begin
 
 
 async def run_within(timeout_s, work):
-    async with asyncio.timeout(timeout_s):
-        await work
+    rest = begin(work)
+    if rest is not None:
+        async with asyncio.timeout(timeout_s):
+            await rest
+
+
+async def test_work_that_never_waits_ends_whatever_its_time() -> None:
+    done = []
+
+    async def work() -> None:
+        done.append(1)
+
+    await run_within(-1.0, work())
+    assert done == [1]
 
 
 async def test_work_that_waits_ends_when_what_it_waits_for_does() -> None:
@@ -26,6 +38,20 @@ async def test_work_that_waits_ends_when_what_it_waits_for_does() -> None:
         completion.end(None)
     await waiting
     assert done == [1]
+
+
+async def test_an_error_of_the_first_step_or_a_later_one_reaches_the_caller() -> None:
+    async def fails_at_once() -> None:
+        raise LookupError("at once")
+
+    async def fails_later() -> None:
+        await asyncio.sleep(0)
+        raise LookupError("later")
+
+    with pytest.raises(LookupError, match="at once"):
+        await run_within(60.0, fails_at_once())
+    with pytest.raises(LookupError, match="later"):
+        await run_within(60.0, fails_later())
 
 
 async def test_time_that_ran_out_takes_the_work_back_before_it_is_told() -> None:

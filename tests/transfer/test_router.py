@@ -12,7 +12,7 @@ from base.resting import Resting
 from tests.manual_clock import ManualClock
 from transfer.batch import Pieces, Priority
 from transfer.owned import segment as segments
-from transfer.router import COOLDOWN_S, MAX_PEERS, Router
+from transfer.router import COOLDOWN_S, MAX_PEERS, RANKED_FOR_S, Router
 from transfer.transport import MEASURED_FROM_BYTES, TransferFacts, TransferObserver
 
 PEER = PeerDescriptor("peer", 1, ())
@@ -88,11 +88,12 @@ async def test_when_nothing_reaches_the_segment_every_reason_is_told(
 
 
 async def test_why_a_transport_is_refused_is_logged_once_for_each_reason(
-    router: Router, shm: Stub, caplog: pytest.LogCaptureFixture
+    router: Router, shm: Stub, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     for refusal in ("another host", "another host", "no room in /dev/shm"):
         shm.refusal = refusal
+        clock.advance(RANKED_FOR_S)
         await send(router)
     logged = [record.getMessage() for record in caplog.records if "transport refused" in record.getMessage()]
     assert [line.partition("reason=")[2] for line in logged] == ['"another host"', '"no room in /dev/shm"']
@@ -106,6 +107,27 @@ async def test_measured_bandwidth_outweighs_the_prior(router: Router, shm: Stub,
     await send(router)
     assert (shm.moves, tcp.moves) == (before[0], before[1] + 1)
     assert before[0] > 0
+
+
+async def test_a_batch_goes_by_the_ranking_of_a_moment_ago_until_something_fails(
+    router: Router, shm: Stub, tcp: Stub, clock: ManualClock
+) -> None:
+    shm.seconds = tcp.seconds = 0.0
+    await send(router)
+    shm.refusal = "gone"
+    await send(router)
+    assert (shm.moves, tcp.moves) == (2, 0)
+    shm.error = TransferFailedError("gone")
+    await send(router)
+    assert (shm.moves, tcp.moves) == (3, 1)
+    shm.refusal = shm.error = None
+    clock.advance(COOLDOWN_S)
+    await send(router)
+    assert (shm.moves, tcp.moves) == (4, 1)
+    shm.refusal = "gone"
+    clock.advance(RANKED_FOR_S)
+    await send(router)
+    assert (shm.moves, tcp.moves) == (4, 2)
 
 
 async def test_a_batch_whose_transport_fails_goes_on_by_the_next(
@@ -178,5 +200,6 @@ async def test_what_is_known_of_peers_is_bounded(clock: ManualClock, tcp: Stub) 
     router, before = Router([tcp], clock), num_rests()
     for number in range(MAX_PEERS + 500):
         await router.move(PeerDescriptor(f"node-{number}", 1, ()), GRANT, PIECES, Priority.FOREGROUND)
+        clock.advance(RANKED_FOR_S)
     assert num_rests() - before < MAX_PEERS + 100
     await router.close()
