@@ -46,8 +46,8 @@ class _PeerRates:
         self.resting = Resting(clock, COOLDOWN_S, MAX_COOLDOWN_S)
         self.bytes_per_s: dict[str, float] = {}
         """The rate of each transport by its name, once measured."""
-        self.refusals: dict[str, str] = {}
-        """Why each transport last refused this peer, as it was logged."""
+        self.refusals: set[tuple[str, str]] = set()
+        """Transports and why they refused this peer, as it was logged."""
 
     def rate(self, name: str) -> float:
         return self.bytes_per_s.get(name, prior_bytes_per_s(name))
@@ -150,8 +150,8 @@ class Router:
                 usable.append(name)
                 continue
             refused.append((name, refusal))
-            if known.refusals.get(name) != refusal:
-                known.refusals[name] = refusal
+            if (name, refusal) not in known.refusals:
+                known.refusals.add((name, refusal))
                 event(log, "transport refused", peer=peer.node_id, transport=name, reason=refusal)
         if not usable:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)

@@ -317,6 +317,7 @@ def _lock(fd: int, slot: int, kind: int, wait: bool) -> None:
     fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
 
 
+@functools.cache
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

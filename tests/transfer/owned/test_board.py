@@ -157,6 +157,15 @@ def test_an_address_of_elsewhere_is_not_reached(address: str) -> None:
         PeerBoard(address, EPOCH)
 
 
+def test_that_a_peer_is_on_another_host_is_known_without_a_look_at_files(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: pytest.fail(f"{path} was read again"))
+    for _ in range(2):  # as with each batch
+        with pytest.raises(TransferFailedError, match="another host"):
+            PeerBoard("other-host:1:3", EPOCH)
+
+
 def test_another_epoch_is_not_reached(board: Board) -> None:
     with pytest.raises(TransferFailedError):
         PeerBoard(board.address, EPOCH + 1)
