@@ -25,12 +25,12 @@ from engine.step import StepEntry
 MOST_MEMBERS = 8
 """Sequences of a group, at most."""
 
-NUM_FIELDS = 6 + MOST_MEMBERS
+NUM_FIELDS = 5 + MOST_MEMBERS
 """int32 of each sequence, and of each group, of which there are fewer; zeros where there is none.
 
-Of a sequence: the tokens that are read for its group, the place in that, and the unit at which the group's
-tokens begin. Of a group: the units at which its tokens begin and end, its size, and the rows of its members.
-Units are counted over all groups."""
+Of a sequence: the tokens that are read for its group, and the unit at which those begin. Of a group: the
+units at which its tokens begin and end, its size, and the rows of its members. Units are counted over all
+groups."""
 
 LEAST_SHARED = 256
 """Tokens that are worth sharing, at least.
@@ -38,7 +38,7 @@ LEAST_SHARED = 256
 Where 16 to 256 sequences have as many again behind them, a layer takes 0.91 to 1.00 of the time."""
 
 UNIT = 32
-"""Shared tokens are a multiple of it, which is the unit of the kernels (`decode_parts.py : UNIT`)."""
+"""Tokens: what a group shares is a multiple of it, and what kernels read at once is, too."""
 
 MOST_TRIED = 8
 """Open groups that a sequence looks at, each a comparison of block tables."""
@@ -93,17 +93,17 @@ class PrefixGroups:
         """Return what kernels know of the sequences of the last step, [NUM_FIELDS, num_sequences]."""
         row_of = {sequence: row for row, sequence in enumerate(self._sequences)}
         numbers = [[0] * len(row_of) for _ in range(NUM_FIELDS)]
-        read, place, at, begins, ends, sizes, *members = numbers
+        read, at, begins, ends, sizes, *members = numbers
         groups = {id(group): group for group in self._group_of.values() if len(group.members) > 1}
         end = 0
         for index, group in enumerate(groups.values()):
             begin, units = end, group.num_shared * self._block_size // UNIT
             end += units
             begins[index], ends[index], sizes[index] = begin, end, len(group.members)
-            for place_in, sequence in enumerate(group.members):
+            for place, sequence in enumerate(group.members):
                 row = row_of[sequence]
-                read[row], place[row], at[row] = units * UNIT, place_in, begin
-                members[place_in][index] = row
+                read[row], at[row] = units * UNIT, begin
+                members[place][index] = row
         return np.array(numbers, np.int32)
 
     def check(self) -> None:

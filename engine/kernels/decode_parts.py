@@ -26,7 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
-UNIT = tl.constexpr(32)
+from engine import prefix_groups
+
+UNIT = tl.constexpr(prefix_groups.UNIT)
 """Tokens: each sequence and each part begins at a multiple of it."""
 
 PIECE_UNITS = tl.constexpr(4)
@@ -232,8 +234,8 @@ def _shares_of(units, total, used, count, apart):
 def _groups_of(groups, num_seqs, seqs, is_seq):
     """Return the units that are read for each sequence's group, where they begin, and where groups end."""
     read = tl.load(groups + seqs, mask=is_seq, other=0) // UNIT
-    at = tl.load(groups + 2 * num_seqs + seqs, mask=is_seq, other=0)
-    return read, at, tl.load(groups + 4 * num_seqs + seqs, mask=is_seq, other=0)
+    at = tl.load(groups + num_seqs + seqs, mask=is_seq, other=0)
+    return read, at, tl.load(groups + 3 * num_seqs + seqs, mask=is_seq, other=0)
 
 
 @triton.jit

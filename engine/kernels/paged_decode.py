@@ -163,11 +163,9 @@ def paged_decode(
         parts, parts if groups is None else groups, num_seqs, query if sinks is None else sinks, output,
         partial, log_sums, rule.scale, rule.soft_cap, *query.stride()[:2], *key.stride()[:2],
         *value.stride()[:2], *kv_cache.stride()[:4], 0 if scales is None else scales.stride(0),
-        block_tables.stride(0), **constants, TILE=tiles.tokens,
-        ADDED=added is not None, GROUP_PAD=max(ROWS.value, triton.next_power_of_2(constants["GROUP"])),
-        MEMBERS=members,
-        ON_DEVICE=query.is_cuda,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlap,
+        block_tables.stride(0), **constants, TILE=tiles.tokens, ADDED=added is not None,
+        GROUP_PAD=max(ROWS.value, triton.next_power_of_2(constants["GROUP"])), MEMBERS=members,
+        ON_DEVICE=query.is_cuda, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **overlap,
     )  # fmt: skip
     join_pieces(partial, log_sums, parts, output, sinks, **overlapping(query.device))
     return output
@@ -382,12 +380,12 @@ def _decode_groups(
     heads = kv_head * GROUP + rows % GROUP
     _await_inputs(OVERLAPS)
     while at_unit < end_unit:
-        first_unit = tl.load(groups + 3 * num_seqs + group)
-        last_unit = tl.load(groups + 4 * num_seqs + group)
-        size = tl.load(groups + 5 * num_seqs + group)
+        first_unit = tl.load(groups + 2 * num_seqs + group)
+        last_unit = tl.load(groups + 3 * num_seqs + group)
+        size = tl.load(groups + 4 * num_seqs + group)
         is_row = member < size
-        seqs = tl.load(groups + (6 + member) * num_seqs + group, mask=is_row, other=0).to(tl.int64)
-        leader = tl.load(groups + 6 * num_seqs + group).to(tl.int64)
+        seqs = tl.load(groups + (5 + member) * num_seqs + group, mask=is_row, other=0).to(tl.int64)
+        leader = tl.load(groups + 5 * num_seqs + group).to(tl.int64)
         head_mask = is_row[:, None] & (dims < DIM)[None, :]
         query_at = seqs[:, None] * query_seq_stride + heads[:, None] * query_head_stride + dims[None, :]
         q = tl.load(query + query_at, mask=head_mask, other=0.0)  # [ROWS, DIM_PAD]

@@ -120,8 +120,8 @@ def decode_parts_definition(
 ) -> torch.Tensor:
     """The readable definition of a row; arguments and result as `decode_parts`."""
     lens = context_lens.tolist()
-    rows = [[0] * len(lens)] * 5 if groups is None or window else groups[:5].tolist()
-    read, group_at, group_ends = rows[0], rows[2], [end for end in rows[4] if end]
+    rows = [[0] * len(lens)] * 4 if groups is None or window else groups[:4].tolist()
+    read, group_at, group_ends = rows[0], rows[1], [end for end in rows[3] if end]
     units, begins, total = [], [], 0
     for length, first in zip(lens, read, strict=True):
         first = max(length - window, 0) // UNIT.value * UNIT.value if window else first

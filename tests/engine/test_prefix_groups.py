@@ -36,12 +36,11 @@ def groups_of(groups: PrefixGroups) -> list[tuple[int, list[int]]]:
     assert numbers.shape[0] == NUM_FIELDS
     found = []
     for index in range(numbers.shape[1]):
-        begin, end, size = numbers[3:6, index].tolist()
+        begin, end, size = numbers[2:5, index].tolist()
         if size:
-            rows = numbers[6 : 6 + size, index].tolist()
-            assert numbers[1, rows].tolist() == list(range(size))
+            rows = numbers[5 : 5 + size, index].tolist()
             assert set(numbers[0, rows].tolist()) == {(end - begin) * UNIT}
-            assert set(numbers[2, rows].tolist()) == {begin}
+            assert set(numbers[1, rows].tolist()) == {begin}
             found.append(((end - begin) * UNIT // BLOCK_SIZE, rows))
     assert sum(len(rows) for _, rows in found) == np.count_nonzero(numbers[0])
     return found

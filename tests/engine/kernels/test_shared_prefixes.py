@@ -21,10 +21,9 @@ def numbers_of(groups: Groups, num_seqs: int) -> torch.Tensor:
     end = 0
     for index, (shared, members) in enumerate(groups):
         begin, end = end, end + shared // UNIT.value
-        numbers[3:6, index] = torch.tensor([begin, end, len(members)])
-        numbers[6 : 6 + len(members), index] = torch.tensor(members)
-        for place, seq in enumerate(members):
-            numbers[:3, seq] = torch.tensor([shared, place, begin])
+        numbers[2:5, index] = torch.tensor([begin, end, len(members)])
+        numbers[5 : 5 + len(members), index] = torch.tensor(members)
+        numbers[0, members], numbers[1, members] = shared, begin
     return numbers.to(DEVICE)
 
 
