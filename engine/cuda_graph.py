@@ -9,7 +9,7 @@ There are three ladders:
 
     decode steps     sequences of one token
     mixed steps      all sequences of one token and `GRAPH_CHUNKS` chunks, none long (`long_chunks.py`), or
-                     few tokens beside such sequences or after a prefix that is not too long (`MOST_PAIRS`)
+                     few tokens beside such sequences or after a prefix that is not too long (`CAPTURED`)
     prompts          a long chunk that is alone and has nothing before it: one graph for each group of layers,
                      so that KV leaves while later layers compute (`layer_hooks.py`); others are one graph
 
@@ -22,7 +22,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,19 +38,31 @@ MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096)
 """Ladder of tokens for steps with chunks. Llama-3.1-8B on one H200 takes 61 ms for 2,080 tokens in 2,560,
 beside 32 sequences, and 74 for 2,112 in 3,072, beside 64."""
 
-MOST_PAIRS = 32 * 2**20
-MOST_LATENT_PAIRS = 20 * 2**20
-MOST_LONG_TOKENS = 3072
-"""Pairs of a query and a key, and tokens, up to which a long step is captured that is no whole prompt.
 
-Its attention is slower then, by a nanosecond or three for each pair in all layers, and its launches, which
-take 64 to 184 ms, take nothing. One H200, a chunk after a prefix, ms as launched / captured:
+class Captured(NamedTuple):
+    """How large a long step may be that is captured though it is no whole prompt."""
 
-    tokens, prefix    Qwen3-30B-A3B   DeepSeek-V2-Lite   Llama-3.1-8B in fp8
-    1,024, 4,096      184/41          105/37             96/21
-    1,024, 16,384     175/64          105/88             96/37
-    2,048, 4,096      123/63          102/65             64/40
-    2,048, 16,384     106/110         105/167            86/74
+    pairs: int
+    """Pairs of a query and a key."""
+    tokens: int
+
+
+CAPTURED = Captured(32 * 2**20, 3072)
+CAPTURED_LATENTS = Captured(56 * 2**20, MIXED_TOKENS[-1])
+"""The limits for K and V that are kept, and for latents. Of those a workspace has to hold all that long
+chunks see (`kernels/expanded_latents.py`): 57,344 keys and the chunks themselves, of 32 heads at most.
+
+Attention is slower where a step is captured, by a nanosecond for each pair in all layers, over latents by a
+tenth of it, and its launches, which take 64 to 184 ms, take nothing. One H200, a chunk after a prefix, ms as
+launched / captured:
+
+    tokens, prefix    Qwen3-30B-A3B   Llama-3.1-8B in fp8   DeepSeek-V2-Lite
+    1,024, 4,096      184/41          96/21
+    1,024, 16,384     175/64          96/37
+    1,024, 24,576                                           81/41
+    2,048, 4,096      123/63          64/40
+    2,048, 16,384     106/110         86/74
+    2,048, 24,576                                           88/63
 
 Llama-3.1-8B in bfloat16 took 73/58 ms for 1,024 tokens after 24,576, 85/82 for 1,152 and 84/86 for 1,536.
 With nothing before them and 32 sequences beside, 2,080 tokens took 61/61 ms, 2,560 61/63 and 3,072 71/75, of
@@ -108,7 +120,7 @@ class StepGraphs:
         max_blocks: int,
         chunk_tokens: int,
         max_prompt: int,
-        most_pairs: int = MOST_PAIRS,
+        captured: Captured = CAPTURED,
     ) -> None:
         """Begin without graphs.
 
@@ -116,11 +128,11 @@ class StepGraphs:
             run: Runs a step that lies in the step memory and has these long chunks, and keeps its result.
             chunk_tokens: Tokens of all chunks of a step at most.
             max_prompt: Tokens of a prompt at most.
-            most_pairs: Pairs of a query and a key up to which a long step with a prefix is captured.
+            captured: How large a long step with a prefix may be that is captured.
         """
         self._run = run
         self._hooks = hooks
-        self._most_pairs = most_pairs
+        self._captured_most = captured
         self._decode = [StepShape(size, size, 0, max_blocks) for size in decode_ladder(max_batch)]
         self._mixed = [
             StepShape(size, min(max_batch, size), GRAPH_CHUNKS, max_blocks)
@@ -188,7 +200,7 @@ class StepGraphs:
         num_chunks = len(plan.entries) - plan.num_single
         if not num_chunks:
             return self._decode
-        if long_chunks(plan) and not _is_sooner_captured(plan, self._most_pairs):
+        if long_chunks(plan) and not _is_sooner_captured(plan, self._captured_most):
             is_prompt = len(plan.entries) == 1 and not plan.entries[0].start
             return self._prompts if is_prompt else []
         return self._mixed if num_chunks <= GRAPH_CHUNKS else []
@@ -204,7 +216,7 @@ class StepGraphs:
         return tuple(groups)
 
 
-def _is_sooner_captured(plan: StepPlan, most_pairs: int) -> bool:
+def _is_sooner_captured(plan: StepPlan, most: Captured) -> bool:
     """Return whether launching a step of long chunks takes longer than attending to them as to short ones.
 
     A prefix that is still coming is not captured: each layer waits for its own part. Nor are whole prompts
@@ -213,4 +225,4 @@ def _is_sooner_captured(plan: StepPlan, most_pairs: int) -> bool:
     if arrivals_of(plan) or not (plan.num_single or any(entry.start for entry in chunks)):
         return False
     pairs = sum(entry.num_tokens * (entry.start + entry.num_tokens // 2) for entry in chunks)
-    return pairs <= most_pairs and plan.num_tokens <= MOST_LONG_TOKENS
+    return pairs <= most.pairs and plan.num_tokens <= most.tokens

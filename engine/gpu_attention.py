@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from engine.attention import AttentionRule
+from engine.kernels.expanded_latents import Chunks, attend_expanded, capacity_of
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_latents import decode_latents, prefill_latents
 from engine.kernels.paged_prefill import paged_prefill
@@ -356,6 +357,9 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
         return values_of(mixed, weight, nope_dim).contiguous()
     output = query.new_empty((*query.shape[:2], weight.shape[1] - nope_dim))
     is_long = bool(chunks) and can_attend(query, output.shape[2])
+    short = Chunks(views.chunk_tables, views.chunk_starts, views.chunk_lens)
+    capacity = capacity_of(shape.num_tokens, short.tables, layer[0].shape[1], weight)
+    has_short = shape.num_chunks > 0 and not is_long
     absorbed = slice(0, shape.num_single if is_long else None)
     if not is_long or shape.num_single:
         rows_query = absorbed_query(query[absorbed], weight, nope_dim)
@@ -365,10 +369,11 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
             halves = rows_query[0][singles], rows_query[1][singles]
             lens, into = views.single_lens, mixed[singles]
             decode_latents(*halves, layer, views.single_tables, lens, scale, parts[0], output=into)
-        if shape.num_chunks and not is_long:
-            where = views.chunk_tables, views.chunk_starts, views.chunk_lens
-            prefill_latents(*rows_query, layer, *where, scale, mixed)
+        if has_short:
+            prefill_latents(*rows_query, layer, *short, scale, mixed, capacity=capacity)
         output[absorbed] = values_of(mixed, weight, nope_dim)
+    if has_short and capacity:  # over what was absorbed of its tokens
+        attend_expanded(query, layer, weight, nope_dim, short, capacity, scale, output)
     if is_long:  # over rows of padding behind the singles
         rows = slice(first_row, None)
         seen = seen_latents(layer, weight, nope_dim, views.chunk_lens)

@@ -27,10 +27,10 @@ from base.request import Pooling
 from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.cpu_runner import WaitForMasks, masks_of, stage_groups
 from engine.cuda_graph import (
+    CAPTURED,
+    CAPTURED_LATENTS,
     GRAPH_CHUNKS,
     MIXED_TOKENS,
-    MOST_LATENT_PAIRS,
-    MOST_PAIRS,
     StepGraphs,
     decode_ladder,
 )
@@ -123,7 +123,7 @@ class GpuRunner(StepRunner):
             self._max_blocks,
             chunk_tokens,
             max_model_len,
-            MOST_LATENT_PAIRS if model.has_latents else MOST_PAIRS,
+            CAPTURED_LATENTS if model.has_latents else CAPTURED,
         )
         self._graphs.capture()
 

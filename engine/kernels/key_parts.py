@@ -115,7 +115,7 @@ def _write_part(
         tl.store(output + at, mixed, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _join_rows(
     results,  # [PARTS, num_tokens, num_heads, DIM]
     log_sums,  # [PARTS, num_tokens, num_heads]

@@ -5,7 +5,8 @@ a tile reads once serves both products and all heads. So a program takes as many
 product, and reads little for what it computes.
 
 Two kernels: one new token per sequence, in equal parts of all contexts as `paged_decode.py`, and chunks, in
-tiles as `paged_prefill.py` numbers them. Both launch by shapes alone.
+tiles as `paged_prefill.py` numbers them. Both launch by shapes alone. Chunks of some length are not absorbed
+(`expanded_latents.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from engine.kernels.decode_parts import (
     decode_parts,
 )
 from engine.kernels.devices import shared_memory_bytes
+from engine.kernels.expanded_latents import LEAST_TOKENS, Latents, _has_place, seqs_pad
+from engine.kernels.expanded_latents import TILE as STEP
 from engine.kernels.join_pieces import join_pieces, piece_buffers
 from engine.kernels.key_parts import (
     LEAST_KEYS,
@@ -75,16 +78,13 @@ CHUNK_PROGRAMS = 132
 One H200, 16 heads, us for whole keys / parts: 128 tokens after 4,096 277/107, after 16,384 1,143/363; 256
 after 16,384 1,173/699, with twice as many parts 743."""
 
-Layer = tuple[torch.Tensor, torch.Tensor]
-"""Latents and rotary keys of one layer, each [num_blocks, block_size, 1, width]; any block stride."""
-
 
 def head_groups(num_heads: int, tiles: LatentTiles = DECODE_TILES) -> int:
     """Return the number of groups that heads are divided into, each of which reads all latents."""
     return -(-num_heads // tiles.heads)
 
 
-def decode_tiles(layer: Layer) -> LatentTiles:
+def decode_tiles(layer: Latents) -> LatentTiles:
     """Choose a launch for the latents and rotary keys of a layer, on the device where they are."""
     row_bytes = sum(triton.next_power_of_2(field.shape[3]) * field.element_size() for field in layer)
     if 3 * DECODE_TILES.tokens * row_bytes > shared_memory_bytes(layer[0].device):
@@ -95,7 +95,7 @@ def decode_tiles(layer: Layer) -> LatentTiles:
 def decode_latents(
     latent_query: torch.Tensor,
     rotary_query: torch.Tensor,
-    layer: Layer,
+    layer: Latents,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
@@ -137,13 +137,14 @@ def decode_latents(
 def prefill_latents(
     latent_query: torch.Tensor,
     rotary_query: torch.Tensor,
-    layer: Layer,
+    layer: Latents,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
     output: torch.Tensor,
     tiles: LatentTiles = CHUNK_TILES,
+    capacity: int = 0,
 ) -> None:
     """Write mixed latents of packed chunks to `output`, [num_tokens, num_heads, rank].
 
@@ -151,6 +152,7 @@ def prefill_latents(
         query_starts: [num_seqs + 1] int32, ascending; chunk i is tokens query_starts[i] to query_starts[i +
             1], none where both are equal.
         output: Written in the tokens of chunks alone; contiguous.
+        capacity: Keys of a workspace; chunks that have a place in it are left out (`expanded_latents.py`).
 
     The others are as for `decode_latents`; raises as that."""
     constants = _constants(latent_query, rotary_query, layer, block_tables, context_lens)
@@ -170,6 +172,7 @@ def prefill_latents(
         *latent_query.stride()[:2], *rotary_query.stride()[:2],
         *layer[0].stride()[:2], *layer[1].stride()[:2], block_tables.stride(0), **constants,
         HEADS=heads, ROWS=rows, TILE=tiles.tokens, PARTS=parts, LEAST_KEYS=tiles.least_keys,
+        CAPACITY=capacity, LEAST=LEAST_TOKENS, STEP=STEP, SEQS_PAD=seqs_pad(num_seqs),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     join_parts(results, log_sums, query_starts, output)
@@ -178,7 +181,7 @@ def prefill_latents(
 def _constants(
     latent_query: torch.Tensor,
     rotary_query: torch.Tensor,
-    layer: Layer,
+    layer: Latents,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
 ) -> dict[str, Any]:
@@ -347,7 +350,7 @@ def _decode_part(
         first_unit, length = _sequence_of(parts, context_lens, seq, count, num_seqs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefill_tile(
     latent_query,  # [num_tokens, num_heads, RANK]
     rotary_query,  # [num_tokens, num_heads, ROTARY]
@@ -382,6 +385,10 @@ def _prefill_tile(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    LEAST: tl.constexpr,
+    STEP: tl.constexpr,
+    SEQS_PAD: tl.constexpr,
 ):
     TOKENS: tl.constexpr = ROWS // HEADS
     # a chunk's last tiles see the most: they start first
@@ -407,11 +414,16 @@ def _prefill_tile(
     row_at = token_at * num_heads + heads
     num_rows = tl.cast(num_tokens, tl.int64) * num_heads
     is_cut = False
+    if CAPACITY > 0:
+        is_left = _has_place(query_starts, context_lens, num_seqs, seq, CAPACITY, LEAST, STEP, SEQS_PAD)
+        end = tl.where(is_left, 0, end)
     if PARTS > 1:
         begin, end, is_cut = _part_of_keys(begin, end, part, PARTS, LEAST_KEYS, TILE)
         if begin >= end:
             _write_absent(log_sums, row_at, num_rows, part, is_row)
             return
+    if begin >= end:
+        return
     source = latent_query + (token_at * latent_token_query_stride + heads * latent_head_stride)[:, None]
     q = tl.load(source + dims[None, :], mask=mask, other=0.0)
     source = rotary_query + (token_at * rotary_token_query_stride + heads * rotary_head_stride)[:, None]

@@ -212,7 +212,7 @@ def _attend_tiles(
     return mixed, total, highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefill_tile(
     query,  # [num_tokens, num_heads, DIM]
     kv_cache,  # [num_blocks, 2, BLOCK_SIZE, num_kv_heads, DIM]

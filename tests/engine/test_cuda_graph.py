@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from engine.arrivals import PrefixArrivals
-from engine.cuda_graph import GRAPH_CHUNKS, PROMPT_CHUNKS, StepGraphs, prompt_ladder
+from engine.cuda_graph import (
+    CAPTURED_LATENTS,
+    GRAPH_CHUNKS,
+    PROMPT_CHUNKS,
+    StepGraphs,
+    prompt_ladder,
+)
+from engine.kernels.expanded_latents import TILE, capacity_of
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import LongChunk
 from engine.step import StepEntry, StepPlan
@@ -54,6 +61,29 @@ def make_graphs(run=None, hooks=None, max_prompt: int = 8192) -> StepGraphs:
 )
 def test_a_step_takes_the_smallest_graph_of_its_kind(step: StepPlan, expected: StepShape | None) -> None:
     assert make_graphs().shape_of(step) == expected
+
+
+@pytest.mark.parametrize(
+    ("step", "num_tokens"),
+    [
+        (plan(0, (24_576, 2048)), 2048),
+        (plan(2, (8192, 4000)), 4096),
+        (plan(0, (24_576, 1024), (24_576, 1024)), 2048),
+        (plan(0, (49_152, 1024), (16, 1024)), 2048),
+        (plan(0, (65_536, 1024)), None),
+        (plan(0, (16, 4097)), None),
+    ],
+)
+def test_a_long_step_over_latents_is_captured_up_to_what_a_workspace_holds(
+    step: StepPlan, num_tokens: int | None
+) -> None:
+    graphs = StepGraphs(None, LayerHooks(nn.ModuleList(), 1), 64, 8, 8192, 1 << 17, CAPTURED_LATENTS)
+    found = graphs.shape_of(step)
+    assert (found.num_tokens if found else None) == num_tokens
+    tables = torch.zeros(GRAPH_CHUNKS, 1 << 11, dtype=torch.int32, device="meta")
+    weight = torch.zeros(32, 256, 512, dtype=torch.bfloat16, device="meta")
+    needed = sum(-(-(entry.start + entry.num_tokens) // TILE) * TILE for entry in step.entries)
+    assert (needed <= capacity_of(4096, tables, 64, weight)) or num_tokens is None
 
 
 def test_a_prefix_that_is_still_coming_is_waited_for_layer_by_layer() -> None:

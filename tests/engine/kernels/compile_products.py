@@ -17,6 +17,7 @@ torch.cuda.is_available = lambda: True  # kernels are as they are on a GPU
 
 from engine.kernels import (  # noqa: E402 after the line above
     decode_parts,
+    expanded_latents,
     grouped_experts,
     join_pieces,
     key_parts,
@@ -92,18 +93,31 @@ def compile_chunks(parts: int) -> None:
     scale = {"scale": "fp32"}
     heads = dict.fromkeys(("query", "kv_cache", "scales", "sinks"), "*bf16") | {"soft_cap": "fp32"} | scale
     latents = dict.fromkeys(("latent_query", "rotary_query", "latents", "rotary_keys"), "*bf16") | scale
-    tile = {"ROWS": 64, "TILE": 64, "BLOCK_SIZE": 64, "PARTS": parts, "LEAST_KEYS": 512}
-    plain = {"SOFT_CAP": 0, "SINKS": 1, "SCALED": 0, "GROUP": 4, "DIM": 128, "DIM_PAD": 128}
-    narrow = {"RANK": 64, "RANK_PAD": 64, "ROTARY": 16, "ROTARY_PAD": 16, "HEADS": 16}
+    tile = {"ROWS": 64, "TILE": 64, "PARTS": parts, "LEAST_KEYS": 512}
+    blocks = {"BLOCK_SIZE": 64}
+    plain = {"SOFT_CAP": 0, "SINKS": 1, "SCALED": 0, "GROUP": 4, "DIM": 128, "DIM_PAD": 128} | blocks
+    places = {"CAPACITY": 4096, "LEAST": 128, "STEP": 128, "SEQS_PAD": 4}
+    rotary = {"ROTARY": 16, "ROTARY_PAD": 16}
+    narrow = {"RANK": 64, "RANK_PAD": 64, "HEADS": 16} | rotary | places | blocks
+    halves = {"NOPE": 80, "NOPE_PAD": 128, "VALUE": 80, "VALUE_PAD": 128} | rotary | places
+    made = dict.fromkeys(("query", "heads", "rotary"), "*bf16") | scale
+    lengths = {name: tables[name] for name in ("query_starts", "context_lens")}
     for kernel, known, constants in (
         (paged_prefill._prefill_tile, heads | tables | written, tile | plain | {"WINDOW": 0}),
         (paged_prefill._prefill_tile, heads | tables | written, tile | plain | {"WINDOW": 128}),
         (paged_latents._prefill_tile, latents | tables | written, tile | narrow),
+        (expanded_latents._prefill_tile, made | lengths | written, tile | halves),
     ):
         others = dict.fromkeys(set(kernel.arg_names) - set(known) - set(constants), "i32")
         compile_kernel(kernel, known | others, **constants)
         del others["num_tokens"]
         compile_kernel(kernel, known | others, num_tokens=1, **constants)  # a number of 1 is a constant
+    kernel = expanded_latents._expand_tiles
+    known = dict.fromkeys(("latents", "rotary_keys", "weight", "heads", "rotary"), "*bf16") | tables
+    constants = halves | blocks | {"TILE": 128, "RANK": 80, "RANKS": 64}
+    del constants["STEP"]
+    others = dict.fromkeys(set(kernel.arg_names) - set(known) - set(constants), "i32")
+    compile_kernel(kernel, known | others, **constants)
     if parts > 1:
         sizes = dict.fromkeys(("num_seqs", "num_heads"), "i32")
         joined = {"PARTS": parts, "HEADS": 8, "DIM": 80, "DIM_PAD": 128}

@@ -1,10 +1,14 @@
 """Kernels over paged latents say what attention over expanded K and V does."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import pytest
 import torch
 
 from engine.attention import AttentionRule
 from engine.kernels.decode_parts import PartCounts, decode_parts
+from engine.kernels.expanded_latents import Chunks, ExpandedTiles, attend_expanded, capacity_of
 from engine.kernels.paged_latents import LatentTiles, decode_latents, prefill_latents
 from engine.kernels.write_kv import write_rows
 from engine.latent_attention import LatentHeads, latent_prefill, latents_reader, values_of
@@ -18,17 +22,19 @@ RULE = AttentionRule(scale=0.2)
 class Case:
     """Random latents of a few sequences, and the layer that makes heads of them."""
 
-    def __init__(self, num_heads: int, rank: int, block_size: int = 16) -> None:
+    def __init__(
+        self, num_heads: int, rank: int, block_size: int = 16, lengths: Sequence[int] = LENS
+    ) -> None:
         generator = torch.Generator().manual_seed(num_heads)
-        counts = [-(-length // block_size) for length in LENS]
+        counts = [-(-length // block_size) for length in lengths]
         order = torch.randperm(sum(counts) + 1, generator=generator).tolist()
-        self.tables = torch.full((len(LENS), max(counts)), 2**30, dtype=torch.int32)
+        self.tables = torch.full((len(lengths), max(counts)), 2**30, dtype=torch.int32)
         self.layer = tuple(
             torch.full((sum(counts) + 1, 3, block_size, 1, width), float("nan"))[:, 1].to(DEVICE)
             for width in (rank, ROTARY)
         )
         slots = []
-        for row, count, length in zip(self.tables, counts, LENS, strict=True):
+        for row, count, length in zip(self.tables, counts, lengths, strict=True):
             row[:count] = torch.tensor([order.pop() for _ in range(count)])
             at = torch.arange(length)
             slots.append(row[at // block_size].long() * block_size + at % block_size)
@@ -43,7 +49,7 @@ class Case:
         self.heads = LatentHeads(linear.to(DEVICE), NOPE, VALUE)
         query = torch.randn(len(self.slots), num_heads, NOPE + ROTARY, generator=generator)
         self.query = query.to(DEVICE)
-        self.lens = torch.tensor(LENS, dtype=torch.int32, device=DEVICE)
+        self.lens = torch.tensor(list(lengths), dtype=torch.int32, device=DEVICE)
         self.tables = self.tables.to(DEVICE)
 
     def halves(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +104,52 @@ def test_chunks_equal_attention_over_what_latents_expand_to(
     where = case.tables, torch.tensor(starts, dtype=torch.int32, device=DEVICE), case.lens
     prefill_latents(*case.halves(query), case.layer, *where, RULE.scale, mixed, tiles)
     assert relative_error(case.values(mixed), case.expected(query, starts)) < 5e-6
+
+
+CONTEXTS = [300, 40, 150, 130, 520]
+CHUNKS = [200, 30, 150, 128, 131]
+"""All but one after a prefix; the second is too short for a place in a workspace."""
+PLACES = [384, 384, 384 + 256, 384 + 2 * 256, 384 + 2 * 256 + 640]
+"""Where the places of each and of those before it end."""
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("num_heads", "capacity", "num_seqs"),
+    [
+        (2, 384 + 256 + 256 + 640, 5),
+        (2, 384 + 256, 3),
+        pytest.param(3, 384, 4, marks=pytest.mark.full),
+        pytest.param(3, 128, 5, marks=pytest.mark.full),
+    ],
+)
+def test_chunks_with_a_place_in_a_workspace_are_expanded_and_others_absorbed(
+    num_heads: int, capacity: int, num_seqs: int, parts: int
+) -> None:
+    case = Case(num_heads, 32, 16, CONTEXTS[:num_seqs])
+    starts = [0, *accumulate(CHUNKS[:num_seqs])]
+    query = case.query[: starts[-1]]
+    chunks = Chunks(case.tables, torch.tensor(starts, dtype=torch.int32, device=DEVICE), case.lens)
+    mixed = torch.full((*query.shape[:2], 32), float("nan"), device=DEVICE)
+    tiles = LatentTiles(heads=16, rows=64, tokens=64, num_warps=4, num_stages=1, parts=parts, least_keys=64)
+    prefill_latents(*case.halves(query), case.layer, *chunks, RULE.scale, mixed, tiles, capacity)
+    output = case.values(mixed).contiguous()
+    is_absorbed = [bool(output[start].isfinite().all()) for start in starts[:-1]]
+    assert (
+        is_absorbed
+        == [num < 128 or place > capacity for num, place in zip(CHUNKS, PLACES, strict=True)][:num_seqs]
+    )
+    launch = ExpandedTiles(rows=64, tokens=64, num_warps=4, num_stages=1, parts=parts, least_keys=64)
+    attend_expanded(query, case.layer, case.heads.weight, NOPE, chunks, capacity, RULE.scale, output, launch)
+    assert relative_error(output, case.expected(query, starts)) < 5e-6
+
+
+def test_a_workspace_has_places_for_the_longest_contexts_within_its_bytes() -> None:
+    tables, weight = torch.zeros(2, 9, dtype=torch.int32), torch.zeros(16, 256, 32, dtype=torch.bfloat16)
+    assert capacity_of(127, tables, 16, weight) == 0
+    assert capacity_of(128, tables, 16, weight) == 8 * 9 * 16
+    longest = torch.zeros(2, 1 << 16, dtype=torch.int32, device="meta")
+    assert capacity_of(128, longest, 64, weight) == 131_072
 
 
 def test_padding_has_no_part_and_is_zeros() -> None:
