@@ -33,6 +33,7 @@ from base.config import (
     ServerConfig,
     TransferConfig,
 )
+from base.errors import ConfigError
 from bench.about_run import current_commit, today
 from bench.engine_shapes import SHAPES
 from bench.local_cluster import LocalCluster, local_cluster
@@ -99,13 +100,20 @@ def parse_shape(text: str) -> Shape:
 
 
 def model_config(name: str) -> PreTrainedConfig:
-    """Return the configuration of `8b`, `0.6b` or `tiny`; raises KeyError."""
+    """Return the configuration of one of SHAPES or of `tiny`; raises KeyError."""
     return {**SHAPES, "tiny": TINY}[name]
 
 
 def profile_of(model: str) -> str:
-    """Return the name of a model's profile on this machine's first card."""
+    """Return the name of a model's profile on this machine's first card.
+
+    Raises:
+        ConfigError: none comes with us.
+    """
     card = torch.cuda.get_device_name(0) if model == "8b" and torch.cuda.is_available() else ""
+    if model not in PROFILES:
+        measured = f"conductor profile --shape {model}"
+        raise ConfigError(f"--profile: {model} has none yet; `{measured}` measures it here")
     return CARDS.get(card, PROFILES[model])
 
 
@@ -196,7 +204,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
+    add("--model", default="8b", choices=[*SHAPES, "tiny"])
     add("--max-batch", type=int, default=0, help="sequences in a step at most; 0: as nodes have it")
     groups = EngineConfig().layer_groups
     add("--layer-groups", type=int, default=groups, help="parts that a long chunk's KV is sent in")
