@@ -65,10 +65,13 @@ GPU_MODULES = ("torch._inductor.compile_fx", "engine.gpu_runner")
 """Modules that an engine on a GPU needs, and others do not have: Triton is 1 GB."""
 
 GPU_HEADROOM = 0.1
-"""Share of a GPU's memory that is left for activations and the allocator's waste.
+"""Share of a GPU's memory that is left for activations and the allocator's waste, at least.
 
 They go by the model and the chunk, not by what weights have left: a tenth of the 17 GB that weights of 61
-leave on an H100 is too little."""
+leave on an H100 is too little. On a small card a tenth of all is too little too: see `step_bytes.py`."""
+
+GPU_WASTE_BYTES = GIB // 2
+"""Bytes that the allocator and CUDA's libraries take beside what steps hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ def assemble_engine(
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
     parts = _parts(split, model.shape.num_heads, config.tensor_parallel)
     layout, expected = _checked_layout(model, config, stage, split)
-    cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
+    cache = _cache(layout, config, model, allocate, group)
     max_model_len = min(_max_model_len(config, model.max_model_len), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     host_blocks = _host_blocks(config, cache) if group is None else None
@@ -359,15 +362,17 @@ def device_of(config: EngineConfig) -> torch.device:
 
 def _cache(
     layout: KvLayout,
-    kv_cache_gib: float,
-    device: torch.device,
+    config: EngineConfig,
+    model: PagedModel,
     allocate: Allocate | None,
     group: RankGroup | None,
 ) -> PagedCache:
-    if kv_cache_gib or device.type == "cpu":
-        size = int((kv_cache_gib or CPU_CACHE_GIB) * GIB)
+    device = model.device
+    if config.kv_cache_gib or device.type == "cpu":
+        size = int((config.kv_cache_gib or CPU_CACHE_GIB) * GIB)
     else:
-        size = gpu_cache_bytes(*torch.cuda.mem_get_info(device))
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        size = gpu_cache_bytes(free_bytes, total_bytes, _step_bytes(layout, config, model, free_bytes))
     num_blocks = size // layout.block_bytes
     if group is not None:
         num_blocks = group.world.least(num_blocks, device)
@@ -379,9 +384,19 @@ def _cache(
     return PagedCache(layout, num_blocks, device, memory)
 
 
-def gpu_cache_bytes(free_bytes: int, total_bytes: int) -> int:
-    """Return the bytes of a GPU's cache, where weights have left `free_bytes`: half of these at least."""
-    return max(free_bytes - int(GPU_HEADROOM * total_bytes), free_bytes // 2)
+def gpu_cache_bytes(free_bytes: int, total_bytes: int, step_bytes: int = 0) -> int:
+    """Return the bytes of a GPU's cache, where weights have left `free_bytes`: half of these at least.
+
+    `step_bytes`: what steps hold beside weights and KV, as far as that is known."""
+    headroom = max(int(GPU_HEADROOM * total_bytes), step_bytes + GPU_WASTE_BYTES)
+    return max(free_bytes - headroom, free_bytes // 2)
+
+
+def _step_bytes(layout: KvLayout, config: EngineConfig, model: PagedModel, free_bytes: int) -> int:
+    from engine.step_bytes import step_bytes  # noqa: PLC0415
+
+    longest = min(_max_model_len(config, model.max_model_len), free_bytes // layout.token_bytes)
+    return step_bytes(model.module.config.get_text_config(), layout, config, model.dtype, longest)
 
 
 def _host_blocks(config: EngineConfig, cache: PagedCache) -> HostBlocks | None:

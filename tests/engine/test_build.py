@@ -243,6 +243,16 @@ def test_a_gpus_cache_leaves_a_tenth_of_all_its_memory_whatever_weights_take(fre
     assert gpu_cache_bytes(int(free_gib * gib), 140 * gib) == pytest.approx(cache_gib * gib)
 
 
+@pytest.mark.parametrize(
+    ("total_gib", "free_gib", "step_gib", "cache_gib"),
+    [(140, 124.0, 3.5, 110.0), (24, 16.0, 3.5, 12.0), (24, 16.0, 1.0, 13.6), (24, 6.0, 3.5, 3.0)],
+)
+def test_a_small_gpus_cache_leaves_what_steps_hold(total_gib, free_gib, step_gib, cache_gib):
+    gib = 1 << 30
+    found = gpu_cache_bytes(int(free_gib * gib), total_gib * gib, int(step_gib * gib))
+    assert found == pytest.approx(cache_gib * gib)
+
+
 def test_random_weights_have_the_dtype_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
     table = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(table | {"dtype": "bfloat16"}))
