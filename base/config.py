@@ -53,8 +53,8 @@ class EngineConfig:
     swap_gib: float = -1.0
     """Host memory for the KV of preempted sequences, on a node of one rank; see `engine/swap_space.py`.
     0: they are recomputed; -1: 4 GiB beside a GPU, none on a CPU."""
-    chunk_tokens: int = 512
-    """Tokens of prompts in one step at most: a limit for memory."""
+    chunk_tokens: int = 0
+    """Tokens of prompts in one step at most: a limit for memory. 0: 8,192 on a GPU, 512 on a CPU."""
     chunk_attention: float = -1.0
     """Shortens the later chunks of a prompt, so that each takes as long as the first. Seconds of
     attention for each token squared over those of the linear layers for each token. 0: chunks are
@@ -89,27 +89,27 @@ class EngineConfig:
         require(self.dtype in dtypes, "dtype", f"one of {', '.join(dtypes)}")
         require(self.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}")
         require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
-        require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
-        require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
+        for key in ("kv_cache_gib", "max_batch", "threads", "max_model_len"):
+            require(getattr(self, key) >= 0, key, "not negative")
+        require(self.chunk_tokens == 0 or self.chunk_tokens >= 16, "chunk_tokens", "at least 16, or 0")
+        require(self.chunk_tokens <= 1 << 20, "chunk_tokens", f"at most {1 << 20}")
         for key in ("chunk_attention", "swap_gib"):
             require(getattr(self, key) >= 0 or getattr(self, key) == -1, key, "not negative, or -1")
-        require(self.max_batch >= 0, "max_batch", "not negative")
         for key in ("layer_groups", "tensor_parallel", "pipeline_parallel"):
             require(getattr(self, key) >= 1, key, "at least 1")
-        require(
-            not self.stage_layers
-            or (len(self.stage_layers) == self.pipeline_parallel and min(self.stage_layers) >= 1),
-            "stage_layers",
-            "empty, or one number of layers for each stage",
-        )
-        require(self.threads >= 0, "threads", "not negative")
+        is_split = len(self.stage_layers) == self.pipeline_parallel and min(self.stage_layers) >= 1
+        mend = "empty, or one number of layers for each stage"
+        require(not self.stage_layers or is_split, "stage_layers", mend)
         known = ", ".join(WEIGHT_FORMATS)
         require(self.quantization in WEIGHT_FORMATS, "quantization", f"one of {known}")
-        require(self.max_model_len >= 0, "max_model_len", "not negative")
 
     def sequences(self, on_gpu: bool) -> int:
         """Return how many sequences a step has at most."""
         return self.max_batch or (256 if on_gpu else 64)
+
+    def prompt_tokens(self, on_gpu: bool) -> int:
+        """Return how many tokens of prompts a step has at most."""
+        return self.chunk_tokens or (8192 if on_gpu else 512)
 
 
 @dataclass(frozen=True, slots=True)

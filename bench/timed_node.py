@@ -205,7 +205,7 @@ class TimedNode:
         layout = head_layout(1, 1, 1, info.block_size, "float32")
         pool, device = BlockPool(info.num_blocks), TimedDevice(cost, clock)
         sizes = (
-            config.chunk_tokens,
+            config.prompt_tokens(on_gpu=cost.profile.launches_ahead),
             config.sequences(on_gpu=cost.profile.launches_ahead),
             info.max_model_len,
             VOCAB_SIZE,

@@ -228,7 +228,7 @@ def assemble_engine(
         tokenizer: The folder of the model's tokenizer, for grammars; None: sequences have none.
 
     Raises ConfigError if the model cannot be served, or no block fits into the cache."""
-    config = dataclasses.replace(config, max_batch=config.sequences(model.device.type == "cuda"))
+    config = _sized(config, on_gpu=model.device.type == "cuda")
     load_vocabulary = partial(Vocabulary.load, tokenizer, model.vocab_size) if tokenizer else no_vocabulary
     stage = group.stage if group is not None else None
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
@@ -269,6 +269,12 @@ def assemble_engine(
         quantization=model.quantization,
         experts=None if counts is None else ExpertBalance(counts, clock),
     )
+
+
+def _sized(config: EngineConfig, on_gpu: bool) -> EngineConfig:
+    """Return the configuration of an engine whose steps' sizes are decided."""
+    max_batch, chunk_tokens = config.sequences(on_gpu), config.prompt_tokens(on_gpu)
+    return dataclasses.replace(config, max_batch=max_batch, chunk_tokens=chunk_tokens)
 
 
 def _checked_layout(

@@ -27,7 +27,6 @@ from base.request import Slo
 from bench.papers.chart import Line, chart
 from bench.papers.command import SETS, make_plan, named_trace, read_arguments
 from bench.papers.splits import (
-    CHUNKS,
     Case,
     Replayed,
     Served,
@@ -36,6 +35,7 @@ from bench.papers.splits import (
     halves,
     neighbours,
     other_beginnings,
+    other_chunks,
     said_of_splits,
     said_of_steps,
     split,
@@ -302,7 +302,7 @@ def _said(replayed: Replayed, profile: Profile, replay: argparse.Namespace, args
         others = other_beginnings(base, replayed) if follows else neighbours(base, replayed)
         said.append(said_of_splits(base, others, follows))
     if replay.chunk_tokens is None and (follows or profile.chunk_step_s):
-        steps = [base.case._replace(chunk_tokens=tokens) for tokens in CHUNKS]
+        steps = [base.case._replace(chunk_tokens=tokens) for tokens in other_chunks(profile)]
         if not (follows or replay.whole_chunks):
             steps.append(base.case._replace(whole_chunks=True))
         others = [replayed(case) for case in steps]

@@ -13,10 +13,7 @@ from typing import NamedTuple
 
 from conductor.placing.profile import Profile
 from conductor.replay.arguments import Nodes
-from conductor.replay.cluster_options import DEFAULT_CHUNK_TOKENS
-
-CHUNKS = tuple(DEFAULT_CHUNK_TOKENS * times // 4 for times in (1, 2, 8, 16))
-"""Tokens of a step to try beside the default."""
+from conductor.replay.cluster_options import default_chunk_tokens
 
 NEAR = 3
 """Nodes more or less of a role, up to which splits are said to be tied."""
@@ -80,6 +77,11 @@ class Served(NamedTuple):
 
 
 Replayed = Callable[[Case], Served]
+
+
+def other_chunks(profile: Profile) -> list[int]:
+    """Return tokens of a step to try beside the default of such nodes."""
+    return [default_chunk_tokens(profile) * times // 4 for times in (1, 2, 8, 16)]
 
 
 def split(num_nodes: int, prefill: int) -> Nodes:

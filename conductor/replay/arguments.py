@@ -121,7 +121,7 @@ def _add_cluster(add: Callable[..., object]) -> None:
         metavar="FILE",
         help='nodes that die: {"at_s": 600, "node": "p3", "for_s": 120} a line',
     )
-    chunk = "of a step (the profile says); 0: all of a prompt"
+    chunk = "of a step (as the profile's device has it); 0: all of a prompt"
     add("--chunk-tokens", type=whole(0, 1 << 20), metavar="N", help=chunk)
     batch = "sequences in one step (256, as on a GPU; with --plain any number)"
     add("--max-batch", type=whole(1, MAX_COUNT), metavar="N", help=batch)

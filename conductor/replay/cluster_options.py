@@ -18,9 +18,6 @@ from conductor.replay.faults import NodeFault
 from conductor.replay.pipeline import grouped
 from conductor.replay.segments import Segment
 
-DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens
-"""Tokens of a step, where nothing else is said."""
-
 PLAIN = SchedulerSettings(reject=RejectPolicy.NONE, roles_follow=False)
 """The scheduler of the papers: each request is placed as it comes, nobody is refused, and roles are fixed."""
 
@@ -171,4 +168,12 @@ class ClusterOptions:
         if self.chunk_tokens is not None:
             return self.chunk_tokens
         has_chunks = len(roles) > 1 or profile.chunk_step_s or self.settings.roles_follow
-        return DEFAULT_CHUNK_TOKENS if has_chunks else 0
+        return default_chunk_tokens(profile) if has_chunks else 0
+
+
+def default_chunk_tokens(profile: Profile) -> int:
+    """Return the tokens of a step where nothing else is said: an engine's on what the profile is of.
+
+    Those that launch ahead are on GPUs, as `conductor profile` writes. One fitted to a paper does not say
+    so, and has a CPU's."""
+    return EngineConfig().prompt_tokens(on_gpu=profile.launches_ahead)

@@ -194,9 +194,10 @@ def show_conformance(args: argparse.Namespace) -> int:
     """Print what happened beside its simulation; return the exit code."""
     run = read_run(args.trace)
     profile = load_profile(args.profile) if args.profile else run.shared.profile
-    engine = EngineConfig()
-    sizes = {"chunk_tokens": args.chunk_tokens, "max_batch": args.max_batch}
-    engine = dataclasses.replace(engine, **{name: size for name, size in sizes.items() if size is not None})
+    if args.chunk_tokens is not None and args.chunk_tokens < 16:
+        raise ConfigError("--chunk-tokens: at least 16 with --conformance, whose nodes compute chunks")
+    # 0: as the log or the profile says
+    engine = EngineConfig(chunk_tokens=args.chunk_tokens or 0, max_batch=args.max_batch or 0)
     outcomes = simulated(run, profile, engine).outcomes
     sys.stdout.write(f"{aligned(comparison_rows(run, compared(run, outcomes)))}\n")
     return 0

@@ -26,7 +26,7 @@ from base.errors import ConfigError, SloUnreachableError
 from base.request import RequestId
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
-from conductor.placing.decisions import Actual, Decision, decide_again
+from conductor.placing.decisions import Actual, Decision, NodeSeen, decide_again
 from conductor.placing.placement import Placement, Rejection
 from conductor.placing.profile import Profile
 from conductor.replay.cluster import SimCluster
@@ -74,12 +74,19 @@ class LiveRun:
         Raises:
             ConfigError: no decision was recorded with its nodes.
         """
-        seen = [made.seen.nodes for made in self.decisions if made.seen.nodes]
-        if not seen:
+        if not (nodes := self._most_nodes()):
             raise ConfigError("decisions without nodes: clusters of 64 nodes at most are recorded with them")
         # roles change afterwards: each role's most would be more nodes than there were
-        roles = [(node.prefills, node.decodes) for node in max(seen, key=len)]
+        roles = [(node.prefills, node.decodes) for node in nodes]
         return roles.count((True, False)), roles.count((False, True)), roles.count((True, True))
+
+    def chunk_tokens(self) -> int:
+        """Return how many tokens of prompts a step of the nodes had at most, of the largest; 0: not said."""
+        return max((node.chunk_tokens for node in self._most_nodes()), default=0)
+
+    def _most_nodes(self) -> tuple[NodeSeen, ...]:
+        """Return the nodes when there first were most; empty: no decision was recorded with them."""
+        return max((made.seen.nodes or () for made in self.decisions), key=len, default=())
 
     def arrivals(self) -> list[tuple[Decision, int]]:
         """Return what was asked, by arrival, with the output of each: the mean where it was refused."""
@@ -147,8 +154,11 @@ def num_made_alike(run: LiveRun) -> int:
 def simulated(run: LiveRun, profile: Profile, engine: EngineConfig = SHIPPED_ENGINE) -> SimCluster:
     """Return the cluster after a simulation of the run's arrivals with the run's nodes.
 
-    `engine`: of their steps.
+    `engine`: of their steps. Where it does not say `chunk_tokens`, the log does; one that does not either has
+    the default of the profile's device.
     """
+    on_gpu = profile.launches_ahead
+    chunk_tokens = engine.chunk_tokens or run.chunk_tokens() or engine.prompt_tokens(on_gpu)
     prefill, decode, both = run.nodes()
     trace, settings = run.trace(), run.shared.settings
     policy = settings.policy if settings.fetches else "local"
@@ -161,8 +171,8 @@ def simulated(run: LiveRun, profile: Profile, engine: EngineConfig = SHIPPED_ENG
         settings,
         learns=True,
         both_nodes=both,
-        chunk_tokens=engine.chunk_tokens,
-        max_batch=engine.sequences(on_gpu=profile.launches_ahead),
+        chunk_tokens=chunk_tokens,
+        max_batch=engine.sequences(on_gpu),
         decode_caches=True,
         # a conductor predicted by the profile that its log names, whatever its nodes take
         believed=run.shared.profile,

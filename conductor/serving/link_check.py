@@ -25,7 +25,7 @@ from conductor.serving.membership import Membership
 from conductor.serving.nodes import Mailbox, NodeSession
 
 NUM_TOKENS = 512
-"""One chunk by default; of the smallest models some MiB of KV."""
+"""One chunk by default on a CPU; of the smallest models some MiB of KV."""
 
 TIMEOUT_S = 20.0
 """The time that one pair has, on a cluster at work."""

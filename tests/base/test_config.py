@@ -44,6 +44,8 @@ def test_a_process_reads_what_it_was_given(tmp_path, config):
         ({"epoch": 1}, "epoch: unknown key"),
         ({"engine": {"chunks": 1}}, "engine.chunks: unknown key; did you mean chunk_tokens"),
         ({"engine": {"chunk_tokens": 1}}, "chunk_tokens: at least 16"),
+        ({"engine": {"chunk_tokens": -8192}}, "chunk_tokens: at least 16, or 0"),
+        ({"engine": {"chunk_tokens": (1 << 20) + 1}}, "chunk_tokens: at most 1048576"),
         ({"engine": {"pipeline_parallel": 2, "stage_layers": [30]}}, "stage_layers: empty, or one number"),
         ({"engine": {"chunk_attention": -2.0}}, "chunk_attention: not negative, or -1"),
         ({"engine": {"chunk_tokens": "many"}}, 'engine.chunk_tokens: a whole number is wanted, not "many"'),
@@ -58,6 +60,14 @@ def test_a_wrong_value_is_refused_by_file_and_key(tmp_path, change, complaint):
     with pytest.raises(ConfigError, match=complaint) as caught:
         read_process_config(file, NodeProcess)
     assert str(file) in str(caught.value)
+
+
+def test_what_a_step_has_goes_by_the_device_where_nobody_says_it():
+    usual, said = EngineConfig(), EngineConfig(chunk_tokens=256, max_batch=8)
+    assert [usual.prompt_tokens(on_gpu) for on_gpu in (False, True)] == [512, 8192]
+    assert [usual.sequences(on_gpu) for on_gpu in (False, True)] == [64, 256]
+    assert {said.prompt_tokens(on_gpu) for on_gpu in (False, True)} == {256}
+    assert {said.sequences(on_gpu) for on_gpu in (False, True)} == {8}
 
 
 def test_every_missing_key_is_named(tmp_path):

@@ -68,6 +68,13 @@ def test_one_thread_makes_a_model_at_a_time(folder: Path, monkeypatch) -> None:
     assert not weights.ONE_AT_A_TIME.locked()
 
 
+def test_a_step_on_a_cpu_has_512_tokens_of_prompts_and_64_sequences_where_nobody_says_it(
+    folder: Path,
+) -> None:
+    engine = build_engine(dataclasses.replace(SMALL, chunk_tokens=0), str(folder), SystemClock())
+    assert (engine.scheduler.chunk_tokens, engine.scheduler.max_batch) == (512, 64)
+
+
 async def test_a_cpu_cache_lies_in_the_memory_it_is_given(folder: Path) -> None:
     given = []
 

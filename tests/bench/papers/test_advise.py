@@ -18,13 +18,13 @@ from bench.papers.advise import (
     too_few,
 )
 from bench.papers.splits import (
-    CHUNKS,
     Case,
     Served,
     best_split,
     halves,
     neighbours,
     other_beginnings,
+    other_chunks,
     said_of_splits,
     said_of_steps,
     split,
@@ -163,11 +163,17 @@ def test_steps_that_serve_more_are_named() -> None:
     def in_steps(share: float, tokens: int) -> Served:
         return served(share)._replace(case=Case(halves(4), 1.25, chunk_tokens=tokens))
 
-    base, others = served(0.9), [in_steps(0.9001, CHUNKS[0]), in_steps(0.95, CHUNKS[1])]
-    assert f"{CHUNKS[1]} serves more" in said_of_steps(base, others)
+    less, more, *_ = other_chunks(load_profile("h200-llama8b"))
+    base, others = served(0.9), [in_steps(0.9001, less), in_steps(0.95, more)]
+    assert f"{more} serves more" in said_of_steps(base, others)
     assert "no other serves more" in said_of_steps(base, others[:1])
     whole = served(0.96)._replace(case=Case(halves(4), 1.25, whole_chunks=True))
     assert "whole chunks serves more" in said_of_steps(base, [*others, whole])
+
+
+@pytest.mark.parametrize(("name", "usual"), [("h200-llama8b", 8192), ("cpu-smollm2", 512)])
+def test_steps_that_are_tried_lie_around_those_of_the_profiles_device(name: str, usual: int) -> None:
+    assert other_chunks(load_profile(name)) == [usual // 4, usual // 2, 2 * usual, 4 * usual]
 
 
 def test_more_traffic_is_more_sessions_a_faster_rate_or_a_faster_trace() -> None:

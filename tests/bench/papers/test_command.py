@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from base.config import SchedulerConfig
+from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig
 from bench.papers.chart import chart
 from bench.papers.command import main, read_arguments
 from bench.trace_file import write_trace
 from conductor.profiles.reader import load_profile
-from conductor.replay.arguments import parse_nodes
+from conductor.replay.arguments import parse_nodes, service_arguments
 from conductor.replay.command import read_profile
 from conductor.replay.policies import POLICIES
 from tests.conductor.replay.builders import small_trace
@@ -184,6 +184,13 @@ def test_replay_does_as_the_cluster_that_is_deployed(trace_file, tmp_path, capsy
     assert (run["policy"], run["reject"], run["headroom"], run["ahead_s"]) == ("load", "early", 0.5, 3.0)
     assert run["rejected_by_reason"].keys() == {"ttft"}
     assert run["conductors"] == 2
+
+
+def test_replay_has_the_steps_of_the_cluster_that_is_deployed() -> None:
+    pool = PoolConfig(engine=EngineConfig(chunk_tokens=512))
+    said = service_arguments(ClusterConfig(prefill=pool))
+    assert said[said.index("--chunk-tokens") + 1] == "512"
+    assert "--chunk-tokens" not in service_arguments(ClusterConfig())
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,17 @@ def check_ends(cluster: SimCluster, num_requests: int) -> None:
         assert (engine.num_waiting, engine.num_prompts, engine.batch, engine.context_tokens) == (0, 0, 0, 0)
 
 
+def test_a_node_has_the_steps_of_the_device_that_its_profile_was_measured_on() -> None:
+    others = (("d0", load_profile("a800-llama70b")), ("d1", load_profile("cpu-smollm2")))
+    alike = [(name, dataclasses.replace(each, kv_token_bytes=131_072)) for name, each in others]
+    options = ClusterOptions(
+        1, 2, 512, settings=SchedulerSettings(roles_follow=True), other_profiles=tuple(alike)
+    )
+    assert [node.chunk_tokens for node in options.nodes(load_profile("h200-llama8b"))] == [8192, 512, 512]
+    asked = dataclasses.replace(options, chunk_tokens=2048)
+    assert {node.chunk_tokens for node in asked.nodes(load_profile("h200-llama8b"))} == {2048}
+
+
 @pytest.mark.parametrize("policy", [*POLICIES, *RULES])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_request_ends_once_and_nothing_is_left(policy: str, seed: int) -> None:

@@ -9,7 +9,7 @@ from base.request import Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profiles.reader import load_profile
-from conductor.replay.cluster_options import DEFAULT_CHUNK_TOKENS, ClusterOptions
+from conductor.replay.cluster_options import ClusterOptions, default_chunk_tokens
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest
 from tests.conductor.replay.builders import small_trace
@@ -40,7 +40,8 @@ def test_prompt_of_another_slows_down_those_who_decode() -> None:
     others = [TraceRequest(2.0 + at, 20_000, 2, range(50 + 50 * at, 90 + 50 * at)) for at in range(6)]
     trace = Trace("many", 512, [decoding, *others])
     whole = run(trace, 2, step_budgets=False).outcomes.tbt_s
-    assert max(whole) > alone[0] + 0.5 * COST.prefill_s(20_000, 0) / (20_000 / DEFAULT_CHUNK_TOKENS)
+    chunks = 20_000 / default_chunk_tokens(COST.profile)
+    assert max(whole) > alone[0] + 0.5 * COST.prefill_s(20_000, 0) / chunks
     # who names no bound waits for twice a step without prompts at most
     budgeted = run(trace, 2).outcomes.tbt_s
     assert 1.5 * alone[0] < max(budgeted) < 2.1 * alone[0] < max(whole)

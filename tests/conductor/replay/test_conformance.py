@@ -270,6 +270,25 @@ def test_who_is_refused_when_the_prompt_is_computed_is_asked_for_in_simulation_t
     ]
 
 
+def test_a_log_says_how_many_tokens_of_prompts_its_nodes_steps_had(live_log, tmp_path):
+    live = read_run(live_log)
+    assert live.chunk_tokens() == WHOLE.chunk_tokens
+    said, named = simulated(live, STUB).outcomes, simulated(live, STUB, WHOLE).outcomes
+    assert said.ttft_s == named.ttft_s
+    older = tmp_path / "log"
+    older.write_text(live_log.read_text().replace(f'"chunk_tokens":{WHOLE.chunk_tokens}', '"chunk_tokens":0'))
+    silent = read_run(older)
+    assert silent.chunk_tokens() == 0
+    usual = simulated(live, STUB, EngineConfig(chunk_tokens=512)).outcomes
+    assert simulated(silent, STUB).outcomes.ttft_s == usual.ttft_s != named.ttft_s
+
+
+@pytest.mark.parametrize("tokens", ["0", "15"])
+def test_nodes_of_a_live_run_are_simulated_with_chunks_that_engines_have(live_log, capsys, tokens):
+    assert main([str(live_log), "--conformance", "--chunk-tokens", tokens]) == 2
+    assert "--chunk-tokens: at least 16 with --conformance" in capsys.readouterr().err
+
+
 def test_command_prints_live_beside_simulated(live_log, capsys):
     assert main([str(live_log), "--conformance"]) == 0
     out = capsys.readouterr().out

@@ -162,7 +162,7 @@ def simulated_s(trace: Trace, conductors: int) -> float:
         settings=SETTINGS,
         learns=True,
         conductors=conductors,
-        chunk_tokens=SHIPPED_ENGINE.chunk_tokens,
+        chunk_tokens=SHIPPED_ENGINE.prompt_tokens(on_gpu=False),
         max_batch=SHIPPED_ENGINE.sequences(on_gpu=False),
         decode_caches=True,
     )
