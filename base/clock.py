@@ -38,8 +38,7 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's monotonic clock."""
 
-    def now_s(self) -> float:
-        return time.monotonic()
+    now_s = staticmethod(time.monotonic)  # each request asks some twenty times
 
     def busy(self) -> Busy:
         return Busy(time.thread_time(), _waited_s())
