@@ -22,9 +22,12 @@ E = TypeVar("E", bound=Enum)
 
 
 class Codec(NamedTuple, Generic[V]):
-    """How one kind of value travels. `unpack` raises ProtocolError for what no value could hold."""
+    """How one kind of value travels; None does not, and is packed by nobody.
 
-    pack: Callable[[V], Any]
+    `unpack` raises ProtocolError for what no value could hold.
+    """
+
+    pack: Callable[[Any], Any]
     unpack: Callable[[Any], V]
     is_optional: bool = False
     """Whether the message may lack the field, which is None in the value then."""
@@ -35,13 +38,15 @@ def message_of(kind: type[V], /, check: Callable[[V], None] | None = None, **fie
     names: tuple[str, ...] = kind.__match_args__  # type: ignore[attr-defined]
     make: Callable[..., V] = kind
     get = attrgetter(*names) if len(names) > 1 else lambda source: (getattr(source, names[0]),)
+    values_of: Callable[[Any], Iterable[Any]] = iter if issubclass(kind, tuple) else get
     packs = [(name, codec.pack) for name, codec in fields.items() if codec.pack is not _same]
     unpacks = [(names.index(name), name, codec.unpack, codec.is_optional) for name, codec in fields.items()]
 
     def pack(value: V) -> dict[str, Any]:
-        packed = dict(zip(names, get(value), strict=True))
+        packed: dict[str, Any] = dict(zip(names, values_of(value), strict=True))
         for name, pack_field in packs:
-            packed[name] = pack_field(packed[name])
+            if (field := packed[name]) is not None:
+                packed[name] = pack_field(field)
         return packed
 
     def unpack(message: Any) -> V:
@@ -67,7 +72,7 @@ TUPLE: Codec[Any] = Codec(_same, tuple)
 
 
 def optional(codec: Codec[V]) -> Codec[V | None]:
-    return Codec(lambda value: None if value is None else codec.pack(value), codec.unpack, is_optional=True)
+    return Codec(codec.pack, codec.unpack, is_optional=True)
 
 
 def each(codec: Codec[V]) -> Codec[tuple[V, ...]]:
@@ -90,9 +95,7 @@ def enum_of(kind: type[E], field: str) -> Codec[E]:
 def enum_or_none(kind: type[E], field: str) -> Codec[E | None]:
     """Return the codec of an enum of texts, in which the empty one stands for None."""
     codec = enum_of(kind, field)
-    return Codec(
-        lambda value: "" if value is None else value.value, lambda text: codec.unpack(text) if text else None
-    )
+    return Codec(codec.pack, lambda text: codec.unpack(text) if text else None)
 
 
 def enums_of(kind: type[E], field: str) -> Codec[frozenset[E]]:
