@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from math import inf
 from types import TracebackType
 from typing import NamedTuple
@@ -90,24 +90,33 @@ def _not_read() -> DeadlineError:
 
 
 class InProgress:
-    """A client's call: its places, one for each choice, and its body's bytes."""
+    """A client's call, for the length of a `with`: its places, one for each choice, and its body's bytes."""
 
     def __init__(self, completions: Completions, client: Client) -> None:
         self._completions = completions
         self._client = client
         self._num_places = self._num_bytes = 0
         self.arrived_at_s = completions.clock.now_s()
-        self.alarm = Alarm(_cut_off)
+        self._alarm = Alarm(_cut_off)
         self._is_over = False
         self._reading: asyncio.TimerHandle | None = None
 
-    def end(self) -> None:
-        """Give back what was taken."""
+    def __enter__(self) -> InProgress:
+        self.take_places(1)
+        self._completions.began(self)
+        self._alarm.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._is_over = True
         if self._reading is not None:
             self._reading.cancel()
         self._completions.places.give_back(self._client.tenant, self._num_places)
         self._completions.bodies.give_back(self._client.tenant, self._num_bytes)
+        self._completions.ended(self)
+        self._alarm.__exit__(kind, error, trace)
 
     def answers(self) -> None:
         """Take note that the answer begins, which its client has a request's time to read."""
@@ -119,7 +128,7 @@ class InProgress:
         """End the call with what `error` makes."""
         if not self._is_over:
             self._is_over = True
-            self.alarm.ring(error)
+            self._alarm.ring(error)
 
     def caller(self, said: Mapping[str, str], default_slo: Slo, deadline_s: float | None = None) -> Caller:
         """Return who calls, and what `said`, headers or metadata, wishes; raises InvalidRequestError."""
@@ -198,27 +207,24 @@ class Completions:
         """Whether a call that comes now would be served."""
         return self._dispatcher.is_ready and not self._is_draining
 
-    @contextmanager
-    def call(self, client: Client) -> Iterator[InProgress]:
-        """Count a client's call for the length of the body.
+    def call(self, client: Client) -> InProgress:
+        """Return a client's call, to be entered, which counts it.
 
-        Raises UnavailableError when draining, and RejectedError where too much is in progress, or too much
-        of this tenant's.
+        Raises UnavailableError when draining; on entering, RejectedError where too much is in progress, or
+        too much of this tenant's.
         """
         if self._is_draining:
             raise UnavailableError("the conductor is shutting down")
-        call = InProgress(self, client)
-        call.take_places(1)
+        return InProgress(self, client)
+
+    def began(self, call: InProgress) -> None:
         self._calls.add(call)
         self._idle.clear()
-        with call.alarm:
-            try:
-                yield call
-            finally:
-                call.end()
-                self._calls.discard(call)
-                if not self._calls:
-                    self._idle.set()
+
+    def ended(self, call: InProgress) -> None:
+        self._calls.discard(call)
+        if not self._calls:
+            self._idle.set()
 
     def drain(self) -> None:
         """Take no more calls; those in progress go on."""
