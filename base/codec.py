@@ -89,7 +89,7 @@ def enum_of(kind: type[E], field: str) -> Codec[E]:
         except ValueError:
             raise ProtocolError(f"{field}: {value!r} is not known") from None
 
-    return Codec(attrgetter("value"), unpack)
+    return Codec(attrgetter("_value_"), unpack)  # `value` is a call
 
 
 def enum_or_none(kind: type[E], field: str) -> Codec[E | None]:

@@ -9,10 +9,10 @@ meanwhile stands for one pass over the body, not for all of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 INLINE_BYTES = 1 << 16
 NUM_THREADS = 2
@@ -22,9 +22,11 @@ Result = TypeVar("Result")
 _threads = ThreadPoolExecutor(NUM_THREADS, "long-body")
 
 
-def on_body(raw: bytes, work: Callable[[bytes], Result]) -> Coroutine[Any, Any, Result]:
-    """Await what `work` makes of a body; raises what it raises."""
-    return off_loop(len(raw), partial(work, raw))
+async def on_body(raw: bytes, work: Callable[[bytes], Result]) -> Result:
+    """Return what `work` makes of a body; raises what it raises."""
+    if len(raw) <= INLINE_BYTES:
+        return work(raw)
+    return await off_loop(len(raw), partial(work, raw))
 
 
 async def off_loop(num_bytes: int, work: Callable[[], Result]) -> Result:

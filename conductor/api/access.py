@@ -90,14 +90,16 @@ class Authorizer:
         with keys.request(key) as charge:
             yield Client(key.tenant, key.critical, charge)
 
-    @contextmanager
-    def client(self, said: Mapping[str, str]) -> Iterator[Client]:
-        """Yield the client of a gRPC call, which `rpc` let in; raises UnauthenticatedError."""
+    def client(self, said: Mapping[str, str]) -> AbstractContextManager[Client]:
+        """Return the client of a gRPC call that `rpc` let in, to be entered; raises UnauthenticatedError."""
         if self._keys is None:
-            yield self._unknown(said)
-            return
-        key = self._keys.find(_bearer(said))
-        with self._keys.more(key) as charge:
+            return nullcontext(self._unknown(said))
+        return self._known(self._keys, said)
+
+    @contextmanager
+    def _known(self, keys: KeyRing, said: Mapping[str, str]) -> Iterator[Client]:
+        key = keys.find(_bearer(said))
+        with keys.more(key) as charge:
             yield Client(key.tenant, key.critical, charge)
 
     def _unknown(self, said: Mapping[str, str]) -> Client:

@@ -79,7 +79,7 @@ class HttpApi:
         gated = route or next(iter(at_path.values()), None)
         try:
             # Not Starlette's, which looks through all of them for each.
-            pairs = ((key.decode("latin-1"), text.decode("latin-1")) for key, text in scope["headers"])
+            pairs = [(key.decode("latin-1"), text.decode("latin-1")) for key, text in scope["headers"]]
             headers = said_once(pairs)
             with self._authorizer.call(gated.who if gated else Who.OPERATORS, headers) as client:
                 if route is None:

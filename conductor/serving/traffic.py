@@ -114,7 +114,7 @@ class Traffic(RequestObserver):
         self._kept.append(record)
         self._num_bytes += len(record) + OVERHEAD_BYTES
         since_s = now_s - KEPT_S
-        while self._num_bytes > self._max_bytes or PastRequest.unpack(self._kept[0]).arrival_s < since_s:
+        while self._num_bytes > self._max_bytes or _HEAD.unpack_from(self._kept[0])[0] < since_s:
             self._num_bytes -= len(self._kept.popleft()) + OVERHEAD_BYTES
 
     def __len__(self) -> int:
