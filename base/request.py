@@ -154,8 +154,8 @@ class Request(NamedTuple):
     """Likely tokens shown beside each of the prompt's; None: no logprobs of it. 0: its own tokens' alone."""
     pooling: Pooling | None = None
     """The vector that is wanted of the prompt, in place of tokens; None: tokens are."""
-    frontend_s: float = 0.0
-    """Seconds that it took to be read and tokenised, before it came to be placed."""
+    arrived_at_s: float = 0.0
+    """The first moment of its call, on the conductor's clock; 0: it came as it is, without a call."""
 
 
 class TokenLogprobs(NamedTuple):

@@ -7,7 +7,7 @@ keeps the books that a client would keep: arrival to first token, to last token,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from math import inf
 from types import TracebackType
@@ -245,13 +245,13 @@ class Completions:
         Raises:
             ServeError: any of its kinds, before the first piece or between two.
         """
-        asked = await self._checked(asked)
+        if asked.request.sampling.grammar is not None:
+            asked = await self._checked(asked)
         request, options = asked.request, asked.options
         num_biases = len(request.sampling.logit_bias)
         await self.turn(
             PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT + num_biases // BIASES_OF_A_UNIT
         )
-        request = request._replace(frontend_s=self.clock.now_s() - asked.arrived_at_s)
         detokenizer = Detokenizer(self.model.tokenizer, options.skip_special_tokens, options.kept_token_ids)
         token_units = 1 + (request.num_logprobs or 0)
         most = PART_UNITS // token_units
@@ -281,7 +281,6 @@ class Completions:
         """
         request = asked.request
         await self.turn(PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT)
-        request = request._replace(frontend_s=self.clock.now_s() - asked.arrived_at_s)
         with _Book(asked, self.metrics, self.clock) as book:
             async with aclosing(self._dispatcher.generate(request)) as generated:
                 async for whole in generated:
@@ -294,8 +293,7 @@ class Completions:
     async def _checked(self, asked: TextRequest) -> TextRequest:
         """Return a request with its grammar as nodes are to have it; raises ServeError."""
         sampling = asked.request.sampling
-        if sampling.grammar is None:
-            return asked
+        assert sampling.grammar is not None
         grammar = await self.grammars.checked(sampling.grammar, asked.options.grammar_param)
         return asked._replace(request=asked.request._replace(sampling=sampling._replace(grammar=grammar)))
 
@@ -305,17 +303,19 @@ class Completions:
             await self._turns.later(units)
 
 
-def _parts(whole: Generated, most: int) -> Iterator[Generated]:
-    """Yield `whole` in parts of at most `most` tokens."""
+def _parts(whole: Generated, most: int) -> list[Generated]:
+    """Return `whole` in parts of at most `most` tokens."""
     tokens = whole.tokens
     if len(tokens) <= most:
-        yield whole
-        return
+        return [whole]
+    parts = []
     for begin in range(0, len(tokens), most):
         is_last = begin + most >= len(tokens)
         reason = whole.finish_reason if is_last else None
         prompt_logprobs = None if begin else whole.prompt_logprobs
-        yield Generated(tokens[begin : begin + most], reason, whole.num_cached_tokens, prompt_logprobs)
+        part = tokens[begin : begin + most]
+        parts.append(Generated(part, reason, whole.num_cached_tokens, prompt_logprobs))
+    return parts
 
 
 def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:
@@ -342,7 +342,8 @@ class _Book:
     """The account of one sequence in the metrics, for the length of a `with`."""
 
     def __init__(self, asked: TextRequest, metrics: ConductorMetrics, clock: Clock) -> None:
-        self._asked = asked
+        self._request = asked.request
+        self._is_prompt_alone = asked.options.is_prompt_alone
         self._metrics = metrics
         self._clock = clock
         self._first_at_s = 0.0
@@ -353,8 +354,8 @@ class _Book:
 
     def __enter__(self) -> _Book:
         self._metrics.running.inc()
-        if self._asked.request.pooling is None:
-            self._metrics.ttft_part["frontend"].observe(self._clock.now_s() - self._asked.arrived_at_s)
+        if self._request.pooling is None:
+            self._metrics.ttft_part["frontend"].observe(self._clock.now_s() - self._request.arrived_at_s)
         return self
 
     def __exit__(
@@ -369,9 +370,9 @@ class _Book:
 
     def add(self, piece: Piece) -> None:
         metrics, num_tokens = self._metrics, len(piece.tokens)
-        if not self._num_tokens and (num_tokens or self._asked.options.is_prompt_alone):
+        if not self._num_tokens and (num_tokens or self._is_prompt_alone):
             self._first_at_s = self._clock.now_s()
-            metrics.ttft.observe(self._first_at_s - self._asked.arrived_at_s)
+            metrics.ttft.observe(self._first_at_s - self._request.arrived_at_s)
             self._add_prompt(piece.num_cached_tokens)
         self._num_tokens += num_tokens
         metrics.generation_tokens.inc(num_tokens)
@@ -380,17 +381,17 @@ class _Book:
 
     def embedded(self, num_cached_tokens: int) -> None:
         """Note the vector, which is due when a first token would be."""
-        seconds = self._clock.now_s() - self._asked.arrived_at_s
+        seconds = self._clock.now_s() - self._request.arrived_at_s
         self._add_prompt(num_cached_tokens)
         self._metrics.embedding_seconds.observe(seconds)
         self._outcome = FinishReason.STOP.value
-        if seconds > self._asked.request.slo.ttft_slo_s:
+        if seconds > self._request.slo.ttft_slo_s:
             self._metrics.slo_misses.labels("ttft").inc()
         else:
             self._metrics.good_sequences.inc()
 
     def _add_prompt(self, num_cached_tokens: int) -> None:
-        num_prompt_tokens = len(self._asked.request.token_ids)
+        num_prompt_tokens = len(self._request.token_ids)
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
         self._metrics.request_prompt_tokens.observe(num_prompt_tokens)
         self._metrics.cached_tokens.inc(num_cached_tokens)
@@ -400,11 +401,11 @@ class _Book:
         if isinstance(error, RejectedError):
             reason = "slo" if isinstance(error, SloUnreachableError) else "capacity"
             self._metrics.rejections.labels(reason).inc()
-            self._metrics.rejection_seconds.observe(self._clock.now_s() - self._asked.arrived_at_s)
+            self._metrics.rejection_seconds.observe(self._clock.now_s() - self._request.arrived_at_s)
 
     def _end(self, reason: FinishReason) -> None:
         self._outcome, self._is_over = reason.value, True
-        now_s, arrived_at_s, slo = self._clock.now_s(), self._asked.arrived_at_s, self._asked.request.slo
+        now_s, arrived_at_s, slo = self._clock.now_s(), self._request.arrived_at_s, self._request.slo
         self._metrics.request_seconds.observe(now_s - arrived_at_s)
         self._metrics.request_generation_tokens.observe(self._num_tokens)
         if self._num_tokens > 1:

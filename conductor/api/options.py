@@ -73,8 +73,6 @@ class TextRequest(NamedTuple):
 
     request: Request
     options: Options
-    arrived_at_s: float
-    """The call's first moment, on the conductor's clock."""
 
     def choice(self, index: int) -> TextRequest:
         """Return the request for another answer to the same prompt, which the first shows."""
@@ -208,9 +206,9 @@ def make_request(
             cache_salt=options.cache_salt,
             deadline_s=caller.deadline_s,
             traceparent=caller.traceparent,
+            arrived_at_s=caller.arrived_at_s,
         ),
         options=options,
-        arrived_at_s=caller.arrived_at_s,
     )
 
 

@@ -181,7 +181,8 @@ async def taken_apart(
             yield state.between(FinishReason.LENGTH, [*events, *state.finished()], inserted)
             return
         # Its books are its own: since the call arrived the first request was at work.
-        asked = continued._replace(arrived_at_s=completions.clock.now_s())
+        request = continued.request._replace(arrived_at_s=completions.clock.now_s())
+        asked = continued._replace(request=request)
         yield state.between(None, events, inserted)
         state.is_spent = False
 

@@ -35,7 +35,11 @@ class RequestState:
         """How the request ended: the finish reason, the class of the error, or cancelled."""
         self.reason = ""
         """The words of the error of a request that failed."""
-        self.arrived_at_s = clock.now_s()
+        self.arrived_at_s = now_s = clock.now_s()
+        self._frontend_s = now_s - (request.arrived_at_s or now_s)
+        """Seconds that it took to be read and tokenised."""
+        self.decodes = request.pooling is None
+        """Whether it needs a decode node: tokens are wanted, and no vector."""
         self._clock = clock
         if request.deadline_s is not None:
             timeout_s = min(timeout_s, request.deadline_s)
@@ -54,6 +58,8 @@ class RequestState:
         self.retries.num_attempts += 1
         self.attempt_id = RequestId(f"{self.request.request_id}.{self.retries.num_attempts}")
         """The attempt's name on the nodes: a late message of the one before must not be taken for ours."""
+        self.prefill_id = RequestId(f"{self.attempt_id}.prefill")
+        """The attempt's name on the prefill node: another one, because one node may have both roles."""
         self.is_promised = False
         """Whether it was let wait: see `PlacementRequest`."""
         self.mailbox = Mailbox()
@@ -102,14 +108,14 @@ class RequestState:
 
     def decoded(self) -> float:
         """Note that all tokens that came were read; return the seconds since those before."""
-        gap_s, self._last_at_s = self._clock.now_s() - self._last_at_s, self._clock.now_s()
+        before_s, self._last_at_s = self._last_at_s, self._clock.now_s()
         self._came_at_s = self.mailbox.tokens_at_s
-        return gap_s
+        return self._last_at_s - before_s
 
     def actual(self, end: str) -> Actual:
         """Return the account of the attempt, which is over."""
         prefilled, ended_at_s = self._prefilled, self._clock.now_s()
-        frontend_s, reserved_s, trace_id = self.request.frontend_s, self._reserved_s, self.traceparent[3:35]
+        frontend_s, reserved_s, trace_id = self._frontend_s, self._reserved_s, self.traceparent[3:35]
         if prefilled is None:
             return Actual(ended_at_s, end, frontend_s=frontend_s, reserved_s=reserved_s, trace_id=trace_id)
         times, joined = prefilled.times, self.mailbox
@@ -134,16 +140,6 @@ class RequestState:
             trace_id=trace_id,
             mean_step_s=(self._came_at_s - joined.joined_at_s) / num_steps if has_steps else None,
         )
-
-    @property
-    def prefill_id(self) -> RequestId:
-        """The attempt's name on the prefill node: another one, because one node may have both roles."""
-        return RequestId(f"{self.attempt_id}.prefill")
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it needs a decode node: tokens are wanted, and no vector."""
-        return self.request.pooling is None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
