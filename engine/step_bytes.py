@@ -1,9 +1,9 @@
 """Memory of a GPU that steps hold beside weights and KV, calculated before there is a cache.
 
-Of three kinds: what a layer has at its widest, of every token of the largest step and, in the graphs' own
-pool, of the largest captured one; logits, of which every graph keeps its own; and the keys and values of the
-longest sequence that a long chunk attends to. Logits are of last tokens alone, so that a chunk adds one row
-of the vocabulary however long it is.
+Of four kinds: what a layer has at its widest, of every token of the largest step and, in the graphs' own
+pool, of the largest captured one; logits, of which every graph keeps its own; the keys and values of the
+longest sequence that a long chunk attends to; and, in the graphs' pool, those that are made of latents.
+Logits are of last tokens alone, so that a chunk adds one row of the vocabulary however long it is.
 
 It is for cards on which a tenth of the memory is less. What the allocator wastes is not in it.
 """
@@ -24,6 +24,7 @@ from engine.cuda_graph import (
     mixed_ladder,
     prompt_ladder,
 )
+from engine.kernels.expanded_latents import CONTEXTS, WORKSPACE_BYTES
 from engine.long_chunks import MIN_TOKENS, padded_tokens
 
 FLOAT_BYTES = 4
@@ -49,7 +50,8 @@ def step_bytes(
     numbers += (rows + _captured_rows(chunk_tokens, max_batch, context_tokens)) * vocab
     if chunk_tokens >= MIN_TOKENS // 2:
         numbers += context_tokens * _seen_width(text, layout)
-    return numbers * dtype.itemsize + rows * vocab * FLOAT_BYTES
+    made_bytes = min(WORKSPACE_BYTES, CONTEXTS * context_tokens * _made_width(text, layout) * dtype.itemsize)
+    return numbers * dtype.itemsize + rows * vocab * FLOAT_BYTES + made_bytes
 
 
 def layer_width(text: Any, layout: KvLayout, ranks: int) -> int:
@@ -74,6 +76,13 @@ def _seen_width(text: Any, layout: KvLayout) -> int:
     if getattr(text, "kv_lora_rank", None):
         return layout.num_heads * int(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
     return layout.num_heads * 2 * layout.fields[0].width
+
+
+def _made_width(text: Any, layout: KvLayout) -> int:
+    """Return the numbers of K and V that are made of each token's latents; 0: it has none."""
+    if not getattr(text, "kv_lora_rank", None):
+        return 0
+    return layout.num_heads * int(text.qk_nope_head_dim + text.v_head_dim)
 
 
 def _captured_rows(chunk_tokens: int, max_batch: int, max_prompt: int) -> int:

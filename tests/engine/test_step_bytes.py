@@ -68,6 +68,12 @@ def test_a_long_chunk_sees_latents_as_heads(is_long: bool) -> None:
     )
     width = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
     assert more == (32_768 * text.num_attention_heads * width * 2 if is_long else 0)
+    # what chunks of any length see of eight contexts, within a GiB
+    more = step_bytes(text, layout, CPU_SIZED, torch.bfloat16, 2048) - step_bytes(
+        text, layout, CPU_SIZED, torch.bfloat16, 1024
+    )
+    made = text.qk_nope_head_dim + text.v_head_dim
+    assert more == 8 * 1024 * text.num_attention_heads * made * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
