@@ -129,7 +129,7 @@ class FastCounter(Collector):
         """Begin. `label`: what the `series` differ in, each of which is a counter without a registry."""
         self._name = name
         self._help_text = help_text
-        self._label = label
+        self._labelnames = [label] if label else []
         self.total = 0
         self.series: dict[str, FastCounter] = defaultdict(partial(FastCounter, name, help_text))
         if registry is not None:
@@ -142,10 +142,10 @@ class FastCounter(Collector):
         self.total += amount
 
     def collect(self) -> Iterable[Metric]:
-        if not self._label:
+        if not self._labelnames:
             yield CounterMetricFamily(self._name, self._help_text, value=self.total)
             return
-        family = CounterMetricFamily(self._name, self._help_text, labels=[self._label])
+        family = CounterMetricFamily(self._name, self._help_text, labels=self._labelnames)
         for value, counter in self.series.items():
             family.add_metric([value], counter.total)
         yield family
