@@ -130,11 +130,27 @@ def _pool_tbt_s(
         return cost.gap_s(node.decode_sequences + 1, context_tokens, node.places) * ratio
     num_nodes = (view.decode_mask | view.lent_mask).bit_count()
     context_tokens = tokens / num_nodes + request.num_tokens
-    predicted_s = cost.gap_s(sequences / num_nodes + 1, context_tokens, view.decode_places) * ratio
+    gap_s = _short_answer_gap_s(sequences / num_nodes + 1, context_tokens, view.decode_places, view, cost)
     if view.lent_mask:
         # of the mean those have little who lend: it would promise room that this node refuses in the end
-        predicted_s = max(predicted_s, joined_tbt_s(node, cost, request.num_tokens))
-    return predicted_s
+        running, tokens = node.running_sequences + 1, node.running_context_tokens + request.num_tokens
+        gap_s = max(gap_s, _short_answer_gap_s(running, tokens, node.places, view, cost))
+    return gap_s * ratio
+
+
+def _short_answer_gap_s(
+    sequences: float, context_tokens: float, places: float, view: ClusterView, cost: CostModel
+) -> float:
+    """Return the mean seconds of a token of a short answer where so many are to decode on so many places.
+
+    Whoever waits for a place does so once. A short answer has few tokens to spread that over: judged by one
+    of mean length, most of those with shorter ones were late.
+    """
+    gap_s = cost.gap_s(sequences, context_tokens, places)
+    if sequences <= places:
+        return gap_s
+    step_s = gap_s * places / sequences
+    return step_s + (gap_s - step_s) * view.projection.mean_over_short
 
 
 def displaced_s(

@@ -112,6 +112,8 @@ class ViewSeen(NamedTuple):
     """Predicted seconds of prefill that are placed a second."""
     mean_prefill_s: float = 0.0
     """Predicted seconds of a prompt, over those placed lately."""
+    mean_over_short: float = 1.0
+    """Tokens of an answer of mean length over those of a short one."""
 
 
 class Decision(NamedTuple):
@@ -182,7 +184,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     if seen.nodes is None:
         raise ValueError(f"decision {made.asked.request_id} was recorded without its nodes")
     view = ClusterView(cost, seen.block_size)
-    view.projection.restore(seen.decode_s)
+    view.projection.restore(seen.decode_s, seen.mean_over_short)
     for node in seen.nodes:
         _restore(view, node, made, cost)
     view.mean_output_tokens = seen.mean_output_tokens
@@ -219,6 +221,7 @@ def _seen(
         view.room_price.price,
         view.prefill_demand.at(now_s),
         view.mean_prefill_s,
+        view.projection.mean_over_short,
     )
 
 

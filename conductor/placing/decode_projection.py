@@ -31,6 +31,9 @@ FEWEST_LENGTHS = 16
 # What those before the last one count beside it, for the seconds of a token.
 KEPT = 15 / 16
 
+# One answer of so many is shorter than one that counts as short.
+SHORT_OF = 50
+
 
 class DecodeProjection:
     """Counts prefills by the moment they end, and how long sequences decode."""
@@ -56,6 +59,7 @@ class DecodeProjection:
         """Lengths in order, of which each is as likely."""
         self._timed = (initial_tokens * initial_token_s, initial_tokens)
         """Fading sums of seconds and of tokens: where one came and where a thousand, a token is a token."""
+        self._least_over_short = 1.0
         self.is_timed = False
         """Whether a request has ended that says what a token takes."""
 
@@ -120,14 +124,22 @@ class DecodeProjection:
         self._take_in()
         return self._mean_tokens * self.token_s
 
+    @property
+    def mean_over_short(self) -> float:
+        """Tokens of an answer of mean length over those of a short one, at least 1."""
+        self._take_in()
+        short_tokens = self._expected[len(self._expected) // SHORT_OF]
+        return max(self._least_over_short, self._mean_tokens / max(1.0, short_tokens))
+
     def predict(self, token_s: float) -> None:
         """Take what a token is predicted to take: for one that is not timed."""
         tokens = self._timed[1]
         self._timed = (token_s * tokens, tokens)
 
-    def restore(self, decode_s: float) -> None:
-        """Have a mean that was recorded, before anything is observed."""
+    def restore(self, decode_s: float, mean_over_short: float = 1.0) -> None:
+        """Have means that were recorded, before anything is observed."""
         self._timed = (decode_s, self._mean_tokens)
+        self._least_over_short = mean_over_short
         self.is_timed = True
 
     def observe(self, decode_s: float, num_tokens: int) -> None:

@@ -321,3 +321,23 @@ def test_a_node_with_few_places_is_part_of_a_pool_that_has_many():
         view.prefill_done(request.request_id, 0.0)
         nodes.append(placement.decode_node)
     assert 8 <= nodes.count("d0") < 16
+
+
+def crowded_tbt_s(policy, rows, lengths):
+    """Return the gap predicted on one node of 10 places where so many decode already, or wait for a place."""
+    view, request = make_view(1, 0), make_request()
+    view.add_node(make_info("d0", Role.DECODE, max_batch=10), 0.0)
+    for tokens in lengths:
+        view.projection.observe(0.01 * tokens, tokens)
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_step_rows=rows, num_context_tokens=1_000 * rows), 0.0)
+    return decode_tbt_s(request, placed(view, request), view, COST, policy, 0.0)
+
+
+@pytest.mark.parametrize("policy", [EARLY, PREDICT])
+def test_the_wait_for_a_place_counts_for_the_few_tokens_of_a_short_answer(policy):
+    alike, differing = [100] * 100, [25] * 5 + [100] * 90 + [175] * 5
+    assert crowded_tbt_s(policy, 9, alike) == crowded_tbt_s(policy, 9, differing), "each has a place"
+    context_tokens = 14_000 + make_request().num_tokens
+    step_s = COST.placed_step_s(15, context_tokens, 10)
+    assert crowded_tbt_s(policy, 14, alike) == pytest.approx(1.5 * step_s)
+    assert crowded_tbt_s(policy, 14, differing) == pytest.approx((1 + 4 * 0.5) * step_s)

@@ -106,6 +106,21 @@ def test_a_decision_made_beside_another_conductors_sequences_is_the_same_where_a
     assert results == {Placement, Rejection}
 
 
+def test_a_decision_where_more_decode_than_have_places_is_the_same_when_made_again():
+    view = make_view(2, 0, COST)
+    view.add_node(make_info("d0", Role.DECODE, max_batch=30), 0.0)
+    for number in range(100):
+        view.projection.observe(0.01, 1 + number)
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_step_rows=40, num_context_tokens=400_000), 1.0)
+    results = set()
+    for tbt_ms in range(20, 2_000, 20):
+        request = make_request(slo=Slo(tbt_slo_s=tbt_ms / 1e3))
+        made = decision(request, view, place(request, view, COST, 1.0), 1.0, 1.0)
+        assert decide_again(made, COST, SchedulerSettings()) == made.result
+        results.add(type(made.result))
+    assert results == {Placement, Rejection}
+
+
 def test_histories_hold_fetches_and_both_kinds_of_rejection():
     results = [each.result for seed in range(4) for each in history(seed, SchedulerSettings())]
     assert any(isinstance(result, Placement) and result.source_node for result in results)

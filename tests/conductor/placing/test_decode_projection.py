@@ -130,3 +130,19 @@ def test_nothing_is_left_of_what_was_discarded() -> None:
     for number in range(50):
         projection.discard(number * 0.3, number)
     assert projection.at(100.0, 0.0) == (0, 0)
+
+
+def test_a_short_answer_is_of_a_length_that_one_of_fifty_is_shorter_than() -> None:
+    projection = DecodeProjection(256.0, 1.0)
+    assert projection.mean_over_short == 1.0, "nothing is known"
+    for number in range(LENGTHS):
+        projection.observe(1.0, 10 if number < LENGTHS // 100 else 40 if number < LENGTHS // 10 else 100)
+    mean = (10 * 2 + 40 * 23 + 100 * 231) / LENGTHS
+    assert projection.mean_over_short == pytest.approx(mean / 40)
+
+
+def test_answers_of_one_token_leave_a_ratio_of_at_least_one() -> None:
+    projection = DecodeProjection(256.0, 1.0)
+    for _ in range(LENGTHS):
+        projection.observe(0.0, 0)
+    assert projection.mean_over_short == 1.0
