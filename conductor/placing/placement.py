@@ -9,7 +9,7 @@ fifth of a whole placement. Nor are they named tuples, of which a field takes th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from base.request import NodeId, RequestId, Slo
@@ -37,6 +37,10 @@ class PlacementRequest:
     """Whether it was let wait because it was predicted to keep its bounds."""
     avoid: Sequence[NodeId] = ()
     """Nodes that failed attempts before this one: chosen where no other will do."""
+
+    def past_line(self, ahead_s: float) -> PlacementRequest:
+        """Return it as placed now, before others who wait and were counted in its own wait with `ahead_s`."""
+        return replace(self, waited_s=self.waited_s - ahead_s) if ahead_s else self
 
 
 @dataclass(slots=True)

@@ -209,7 +209,7 @@ class SimConductor:
         view.placed(asked, result, now_s)
         if self._learner is not None:
             self._learner.placed(result, now_s)
-        request.asked, request.placement = asked, result
+        request.asked, request.placement = asked.past_line(ahead_s), result
         request.evict_first_on = (
             self._kept_copies.evict_first_on(asked, result, view) if self._decode_caches else None
         )

@@ -288,7 +288,7 @@ class Dispatcher:
         self._view.placed(asked, result, now_s)
         state.placed()
         evict_first_on = self._kept_copies.evict_first_on(asked, result, self._view)
-        attempt.placed = Placed(asked, result, root, evict_first_on)
+        attempt.placed = Placed(asked.past_line(ahead_s), result, root, evict_first_on)
         return True
 
     def _decided(

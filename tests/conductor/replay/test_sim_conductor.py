@@ -102,6 +102,22 @@ def test_what_is_not_predicted_is_learned() -> None:
     assert taken[0] == taken[1]
 
 
+def test_a_short_prompt_that_passes_a_line_is_not_taken_to_have_waited_for_it() -> None:
+    """What is in no term is what a request takes beyond the rest: a wait that was none left nothing of it."""
+    sizes = [512 if at % 3 else 15_360 for at in range(120)]
+    rows = [
+        TraceRequest(0.4 * at, tokens, 20, range(100 * at, 100 * at + tokens // 512))
+        for at, tokens in enumerate(sizes)
+    ]
+    cluster = run(Trace("mixed", 512, rows), "1P1D", settings=FOLLOWING, learns=True)
+    outcomes = cluster.outcomes
+    queue_s = dict(zip(outcomes.number, outcomes.queue_s, strict=True))
+    inline = {at for at, node in zip(outcomes.number, outcomes.prefill_node, strict=True) if node == "d0"}
+    assert any(at in inline and not queue_s[at] and queue_s[at - 1] > 0.4 for at in range(1, 120))
+    added_s = cluster.view.corrections.of(NodeId("d0")).added_s
+    assert added_s == pytest.approx(COST.profile.dispatch_s, rel=0.01)
+
+
 def test_bounds_of_requests_that_wait_are_kept_or_refused_in_time() -> None:
     settings = dataclasses.replace(SHIPPED, reject=RejectPolicy.PREDICT)
     slo = Slo(ttft_slo_s=5.0)
