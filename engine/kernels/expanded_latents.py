@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.devices import KIB, largest_of
 from engine.kernels.key_parts import (
     LEAST_KEYS,
     _part_of_keys,
@@ -80,7 +81,15 @@ class ExpandedTiles:
     """Number of keys of a tile for each of which it has one more part."""
 
 
-TILES = ExpandedTiles(rows=128, tokens=64, num_warps=8, num_stages=3)
+TILES = {
+    168 * KIB: ExpandedTiles(rows=128, tokens=64, num_warps=8, num_stages=3),
+    128 * KIB: ExpandedTiles(rows=128, tokens=64, num_warps=8, num_stages=2),
+    64 * KIB: ExpandedTiles(rows=64, tokens=32, num_warps=4, num_stages=2),
+}
+"""Launches by the shared memory that a program takes on a Hopper, of DeepSeek's widths and 16 bits."""
+
+EXPAND_STAGES = {144 * KIB: 3, 96 * KIB: 2}
+"""Stages of the kernel that makes K and V, by the shared memory that a program of it takes."""
 
 
 def capacity_of(num_tokens: int, tables: torch.Tensor, block_size: int, weight: torch.Tensor) -> int:
@@ -107,7 +116,7 @@ def attend_expanded(
     capacity: int,
     scale: float,
     output: torch.Tensor,
-    tiles: ExpandedTiles = TILES,
+    tiles: ExpandedTiles | None = None,
 ) -> None:
     """Write the causal attention of those chunks that have a place in a workspace of `capacity` keys.
 
@@ -116,6 +125,7 @@ def attend_expanded(
         weight: [num_heads, nope_dim + value_dim, rank], contiguous; makes K without its rotary half, and V.
         output: [num_tokens, num_heads, value_dim], contiguous.
     """
+    tiles = tiles or largest_of(TILES, query)
     heads, rotary = expand_latents(layer, weight, nope_dim, chunks, capacity)
     num_tokens, num_heads, _ = query.shape
     value_dim, rotary_dim = output.shape[2], rotary.shape[1]
@@ -158,7 +168,7 @@ def expand_latents(
         CAPACITY=capacity, LEAST=LEAST_TOKENS, TILE=TILE, SEQS_PAD=seqs_pad(num_seqs),
         NOPE=nope_dim, NOPE_PAD=_padded(nope_dim), VALUE=value_dim, VALUE_PAD=_padded(value_dim),
         ROTARY=rotary_dim, ROTARY_PAD=_padded(rotary_dim), RANK=rank, RANKS=min(64, _padded(rank)),
-        BLOCK_SIZE=latents.shape[1], num_warps=8, num_stages=3,
+        BLOCK_SIZE=latents.shape[1], num_warps=8, num_stages=largest_of(EXPAND_STAGES, latents),
     )  # fmt: skip
     return heads, rotary
 

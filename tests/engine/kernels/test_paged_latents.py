@@ -8,8 +8,9 @@ import torch
 
 from engine.attention import AttentionRule
 from engine.kernels.decode_parts import PartCounts, decode_parts
-from engine.kernels.expanded_latents import Chunks, ExpandedTiles, attend_expanded, capacity_of
-from engine.kernels.paged_latents import LatentTiles, decode_latents, prefill_latents
+from engine.kernels.devices import KIB, largest_of
+from engine.kernels.expanded_latents import TILES, Chunks, ExpandedTiles, attend_expanded, capacity_of
+from engine.kernels.paged_latents import CHUNK_TILES, LatentTiles, decode_latents, prefill_latents
 from engine.kernels.write_kv import write_rows
 from engine.latent_attention import LatentHeads, latent_prefill, latents_reader, values_of
 from tests.engine.kernels.paged import DEVICE, relative_error
@@ -141,6 +142,39 @@ def test_chunks_with_a_place_in_a_workspace_are_expanded_and_others_absorbed(
     )
     launch = ExpandedTiles(rows=64, tokens=64, num_warps=4, num_stages=1, parts=parts, least_keys=64)
     attend_expanded(query, case.layer, case.heads.weight, NOPE, chunks, capacity, RULE.scale, output, launch)
+    assert relative_error(output, case.expected(query, starts)) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "dtype", "expected"),
+    [
+        (227, torch.bfloat16, (64, 128, 64, 3)),
+        (227, torch.float32, (16, 64, 32, 2)),
+        (163, torch.bfloat16, (16, 128, 64, 2)),
+        (99, torch.bfloat16, (16, 64, 32, 2)),
+        (0, torch.float32, (16, 64, 32, 2)),
+    ],
+)
+def test_a_launch_takes_no_more_shared_memory_than_a_card_has(
+    shared_kib: int, dtype: torch.dtype, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.kernels.devices.shared_memory_bytes", lambda device: shared_kib * KIB)
+    like = torch.empty(1, dtype=dtype)
+    absorbed, expanded = largest_of(CHUNK_TILES, like), largest_of(TILES, like)
+    assert (absorbed.rows, expanded.rows, expanded.tokens, expanded.num_stages) == expected
+
+
+def test_the_smallest_launches_say_the_same() -> None:
+    """Those that a card without room has, or none."""
+    case = Case(2, 32, 16, CONTEXTS)
+    starts = [0, *accumulate(CHUNKS)]
+    query = case.query[: starts[-1]]
+    chunks = Chunks(case.tables, torch.tensor(starts, dtype=torch.int32, device=DEVICE), case.lens)
+    mixed = torch.zeros((*query.shape[:2], 32), device=DEVICE)
+    prefill_latents(*case.halves(query), case.layer, *chunks, RULE.scale, mixed, capacity=PLACES[-1])
+    output = case.values(mixed).contiguous()
+    where = chunks, PLACES[-1], RULE.scale, output
+    attend_expanded(query, case.layer, case.heads.weight, NOPE, *where)
     assert relative_error(output, case.expected(query, starts)) < 5e-6
 
 
