@@ -126,9 +126,13 @@ class DecodeProjection:
 
     @property
     def mean_over_short(self) -> float:
-        """Tokens of an answer of mean length over those of a short one, at least 1."""
+        """Tokens of an answer of mean length over those of a short one, at least 1.
+
+        Answers of one token have no gap that could be too long, so none of them is the short one."""
         self._take_in()
-        short_tokens = self._expected[len(self._expected) // SHORT_OF]
+        expected = self._expected
+        first = bisect_right(expected, 0.0)
+        short_tokens = expected[first + (len(expected) - first) // SHORT_OF] if first < len(expected) else 1.0
         return max(self._least_over_short, self._mean_tokens / max(1.0, short_tokens))
 
     def predict(self, token_s: float) -> None:

@@ -146,3 +146,10 @@ def test_answers_of_one_token_leave_a_ratio_of_at_least_one() -> None:
     for _ in range(LENGTHS):
         projection.observe(0.0, 0)
     assert projection.mean_over_short == 1.0
+
+
+def test_answers_of_one_token_are_no_short_ones() -> None:
+    projection = DecodeProjection(256.0, 1.0)
+    for number in range(LENGTHS):
+        projection.observe(1.0, 0 if number < LENGTHS // 16 else 100)
+    assert projection.mean_over_short == pytest.approx(1.0)
