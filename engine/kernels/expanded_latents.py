@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.devices import KIB, largest_of
+from engine.kernels.devices import shared_memory_bytes
 from engine.kernels.key_parts import (
     LEAST_KEYS,
     _part_of_keys,
@@ -36,9 +36,14 @@ LEAST_TOKENS = 128
 
 TILE = 128
 """Keys that are made at a time."""
+RANKS = 64
+"""Numbers of latents that are read at a time to make them."""
 
 WORKSPACE_BYTES = 1 << 30
 """Bytes that K and V may take at most: 131,072 keys of 16 heads of DeepSeek's."""
+
+WIDEST_AT_ONCE = tl.constexpr(256)
+"""Numbers of a key that registers have room for, of K without its rotary half and V together."""
 
 CONTEXTS = 8
 """Longest contexts that a workspace has places for, if they take no more than that."""
@@ -59,8 +64,7 @@ class Chunks(NamedTuple):
     tables: torch.Tensor
     """[num_seqs, max_blocks] int32; entries past a sequence's last block are not read."""
     starts: torch.Tensor
-    """[num_seqs + 1] int32, ascending; chunk i is tokens starts[i] to starts[i + 1], none where both are
-    equal."""
+    """[num_seqs + 1] int32, ascending; chunk i is tokens starts[i] to starts[i + 1], which may be none."""
     lens: torch.Tensor
     """[num_seqs] int32; the context of each, with the chunk."""
 
@@ -81,15 +85,33 @@ class ExpandedTiles:
     """Number of keys of a tile for each of which it has one more part."""
 
 
-TILES = {
-    168 * KIB: ExpandedTiles(rows=128, tokens=64, num_warps=8, num_stages=3),
-    128 * KIB: ExpandedTiles(rows=128, tokens=64, num_warps=8, num_stages=2),
-    64 * KIB: ExpandedTiles(rows=64, tokens=32, num_warps=4, num_stages=2),
-}
-"""Launches by the shared memory that a program takes on a Hopper, of DeepSeek's widths and 16 bits."""
+TILES = (
+    *(ExpandedTiles(rows=128, tokens=64, num_warps=8, num_stages=stages) for stages in (3, 2, 1)),
+    ExpandedTiles(rows=64, tokens=32, num_warps=4, num_stages=1),
+)
+"""Launches, the fastest first."""
 
-EXPAND_STAGES = {144 * KIB: 3, 96 * KIB: 2}
-"""Stages of the kernel that makes K and V, by the shared memory that a program of it takes."""
+
+def expanded_tiles(key_width: int, value_width: int, number_bytes: int, shared_bytes: int) -> ExpandedTiles:
+    """Return the first of `TILES` that fits into the shared memory of a program; the last if none does.
+
+    Heads of GLM Lite are wider than DeepSeek's, and of three stages on an H200 take 74 KB more than there is.
+
+    Args:
+        key_width, value_width: Of heads as kernels pad them, K with its rotary half.
+        shared_bytes: 0: there is no limit.
+    """
+    for tiles in TILES:
+        numbers = tiles.rows * key_width + tiles.num_stages * tiles.tokens * (key_width + value_width)
+        if not shared_bytes or numbers * number_bytes <= shared_bytes:
+            return tiles
+    return TILES[-1]
+
+
+def expand_stages(width: int, number_bytes: int, shared_bytes: int) -> int:
+    """Return the stages of the kernel that makes so many numbers of a key at once, as `expanded_tiles`."""
+    stage_bytes = RANKS * (TILE + width) * number_bytes
+    return max(1, min(3, shared_bytes // stage_bytes)) if shared_bytes else 3
 
 
 def capacity_of(num_tokens: int, tables: torch.Tensor, block_size: int, weight: torch.Tensor) -> int:
@@ -124,11 +146,13 @@ def attend_expanded(
         query: [num_tokens, num_heads, nope_dim + rotary_dim], the last contiguous.
         weight: [num_heads, nope_dim + value_dim, rank], contiguous; makes K without its rotary half, and V.
         output: [num_tokens, num_heads, value_dim], contiguous.
+        tiles: None: those that the device has room for.
     """
-    tiles = tiles or largest_of(TILES, query)
     heads, rotary = expand_latents(layer, weight, nope_dim, chunks, capacity)
-    num_tokens, num_heads, _ = query.shape
-    value_dim, rotary_dim = output.shape[2], rotary.shape[1]
+    (num_tokens, num_heads, _), value_dim, rotary_dim = query.shape, output.shape[2], rotary.shape[1]
+    if tiles is None:
+        key_width, shared_bytes = _padded(nope_dim) + _padded(rotary_dim), shared_memory_bytes(query.device)
+        tiles = expanded_tiles(key_width, _padded(value_dim), query.element_size(), shared_bytes)
     num_seqs = len(chunks.lens)
     num_tiles = num_tokens // tiles.rows + min(num_seqs, num_tokens // LEAST_TOKENS)
     most_keys = chunks.tables.shape[1] * layer[0].shape[1]
@@ -162,13 +186,16 @@ def expand_latents(
     heads = latents.new_empty((num_heads, capacity, width))
     rotary = rotary_keys.new_empty((capacity, rotary_dim))
     num_seqs = len(chunks.lens)
+    halves = _padded(nope_dim), _padded(value_dim)
+    at_once = sum(halves) if sum(halves) <= WIDEST_AT_ONCE.value else max(halves)
+    stages = expand_stages(at_once, latents.element_size(), shared_memory_bytes(latents.device))
     _expand_tiles[(max(1, PROGRAMS // num_heads), num_heads)](
         latents, rotary_keys, weight, *chunks, heads, rotary, num_seqs,
         *latents.stride()[:2], *rotary_keys.stride()[:2], chunks.tables.stride(0),
         CAPACITY=capacity, LEAST=LEAST_TOKENS, TILE=TILE, SEQS_PAD=seqs_pad(num_seqs),
         NOPE=nope_dim, NOPE_PAD=_padded(nope_dim), VALUE=value_dim, VALUE_PAD=_padded(value_dim),
-        ROTARY=rotary_dim, ROTARY_PAD=_padded(rotary_dim), RANK=rank, RANKS=min(64, _padded(rank)),
-        BLOCK_SIZE=latents.shape[1], num_warps=8, num_stages=largest_of(EXPAND_STAGES, latents),
+        ROTARY=rotary_dim, ROTARY_PAD=_padded(rotary_dim), RANK=rank, RANKS=min(RANKS, _padded(rank)),
+        BLOCK_SIZE=latents.shape[1], num_warps=8, num_stages=stages,
     )  # fmt: skip
     return heads, rotary
 
@@ -224,8 +251,7 @@ def _made(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Return one head's K without its rotary half and V of a tile of keys, [TILE, NOPE_PAD] and
-    [TILE, VALUE_PAD]."""
+    """Return K without its rotary half and V of one head's tile, [TILE, NOPE_PAD] and [TILE, VALUE_PAD]."""
     dims = tl.arange(0, NOPE_PAD)[None, :]
     value_dims = tl.arange(0, VALUE_PAD)[None, :]
     ranks = tl.arange(0, RANKS)
@@ -242,6 +268,29 @@ def _made(
         half = tl.load(of_rank + (NOPE + value_dims) * RANK, mask=mask, other=0.0)
         value = tl.dot(rows, half, value, input_precision="ieee")
     return nope, value
+
+
+@triton.jit
+def _half_made(
+    source,  # [TILE, 1], the first number of each row of latents
+    weight,  # [DIM, RANK]
+    is_key,  # [TILE]
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Return one head's K without its rotary half, or its V, of a tile of keys, [TILE, DIM_PAD]."""
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    ranks = tl.arange(0, RANKS)
+    made = tl.zeros([is_key.shape[0], DIM_PAD], tl.float32)
+    for rank in range(0, RANK, RANKS):
+        is_rank = rank + ranks < RANK
+        rows = tl.load(source + rank + ranks[None, :], mask=is_key[:, None] & is_rank[None, :], other=0.0)
+        mask = is_rank[:, None] & (dims < DIM)
+        columns = tl.load(weight + rank + ranks[:, None] + dims * RANK, mask=mask, other=0.0)
+        made = tl.dot(rows, columns, made, input_precision="ieee")
+    return made
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -292,9 +341,14 @@ def _expand_tiles(
         block = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         inside = position % BLOCK_SIZE
         source = latents + (block * latent_block_stride + inside * latent_token_stride)[:, None]
-        nope, value = _made(source, head_weight, is_key, NOPE, NOPE_PAD, VALUE, VALUE_PAD, RANK, RANKS)
         into = head_rows + rows[:, None] * (NOPE + VALUE)
-        tl.store(into + dims, nope, mask=dims < NOPE)
+        if NOPE_PAD + VALUE_PAD > WIDEST_AT_ONCE:
+            nope = _half_made(source, head_weight, is_key, NOPE, NOPE_PAD, RANK, RANKS)
+            tl.store(into + dims, nope, mask=dims < NOPE)
+            value = _half_made(source, head_weight + NOPE * RANK, is_key, VALUE, VALUE_PAD, RANK, RANKS)
+        else:
+            nope, value = _made(source, head_weight, is_key, NOPE, NOPE_PAD, VALUE, VALUE_PAD, RANK, RANKS)
+            tl.store(into + dims, nope, mask=dims < NOPE)
         tl.store(into + NOPE + value_dims, value, mask=value_dims < VALUE)
         if head == 0:
             source = rotary_keys + (block * rotary_block_stride + inside * rotary_token_stride)[:, None]

@@ -28,7 +28,7 @@ from engine.kernels.decode_parts import (
     count_parts,
     decode_parts,
 )
-from engine.kernels.devices import KIB, largest_of, shared_memory_bytes
+from engine.kernels.devices import shared_memory_bytes
 from engine.kernels.expanded_latents import LEAST_TOKENS, Latents, _has_place, seqs_pad
 from engine.kernels.expanded_latents import TILE as STEP
 from engine.kernels.join_pieces import join_pieces, piece_buffers
@@ -71,11 +71,10 @@ DECODE_PROGRAMS = KernelPrograms(1, 1)
 
 One H200, 16 heads, latents of 512, contexts of 1,090 tokens: 64 sequences take 38 us, with 512 programs, four
 warps and two stages 49; 256 sequences 103 and 125; one sequence of 32,000 tokens 47 and 66."""
-CHUNK_TILES = {
-    200 * KIB: LatentTiles(heads=64, rows=64, tokens=64, num_warps=8, num_stages=1),
-    82 * KIB: LatentTiles(heads=16, rows=16, tokens=32, num_warps=4, num_stages=1),
-}
-"""Launches of chunks by the shared memory that a program takes at most, of DeepSeek's widths and 16 bits."""
+CHUNK_TILES = LatentTiles(heads=64, rows=64, tokens=64, num_warps=8, num_stages=1)
+SMALL_CHUNK_TILES = LatentTiles(heads=16, rows=16, tokens=32, num_warps=4, num_stages=1)
+CHUNK_TILE_NUMBERS = 100 * 1024
+"""Numbers of DeepSeek's that CHUNK_TILES has in shared memory, before Hopper; small tiles have 41 Ki."""
 CHUNK_PROGRAMS = 132
 """Programs with work that tiles of chunks of few tokens are cut into, as many as are under way at once.
 
@@ -94,6 +93,12 @@ def decode_tiles(layer: Latents) -> LatentTiles:
     if 3 * DECODE_TILES.tokens * row_bytes > shared_memory_bytes(layer[0].device):
         return DECODE_TILES
     return replace(DECODE_TILES, num_stages=DEEP_STAGES)
+
+
+def chunk_tiles(number_bytes: int, shared_bytes: int) -> LatentTiles:
+    """Choose a launch of chunks that fits into the shared memory of a program; 0: there is no limit."""
+    fits = not shared_bytes or CHUNK_TILE_NUMBERS * number_bytes <= shared_bytes
+    return CHUNK_TILES if fits else SMALL_CHUNK_TILES
 
 
 def decode_latents(
@@ -160,7 +165,8 @@ def prefill_latents(
 
     The others are as for `decode_latents`; raises as that."""
     constants = _constants(latent_query, rotary_query, layer, block_tables, context_lens)
-    tiles = tiles or largest_of(CHUNK_TILES, latent_query)
+    if tiles is None:
+        tiles = chunk_tiles(latent_query.element_size(), shared_memory_bytes(latent_query.device))
     num_tokens, num_heads, _ = latent_query.shape
     num_seqs = block_tables.shape[0]
     if query_starts.shape != (num_seqs + 1,) or query_starts.dtype != torch.int32:

@@ -118,6 +118,8 @@ def compile_chunks(parts: int) -> None:
     del constants["STEP"]
     others = dict.fromkeys(set(kernel.arg_names) - set(known) - set(constants), "i32")
     compile_kernel(kernel, known | others, **constants)
+    wide = {"NOPE": 160, "NOPE_PAD": 256, "VALUE": 160, "VALUE_PAD": 256}
+    compile_kernel(kernel, known | others, **(constants | wide))
     if parts > 1:
         sizes = dict.fromkeys(("num_seqs", "num_heads"), "i32")
         joined = {"PARTS": parts, "HEADS": 8, "DIM": 80, "DIM_PAD": 128}

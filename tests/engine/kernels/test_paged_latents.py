@@ -8,9 +8,16 @@ import torch
 
 from engine.attention import AttentionRule
 from engine.kernels.decode_parts import PartCounts, decode_parts
-from engine.kernels.devices import KIB, largest_of
-from engine.kernels.expanded_latents import TILES, Chunks, ExpandedTiles, attend_expanded, capacity_of
-from engine.kernels.paged_latents import CHUNK_TILES, LatentTiles, decode_latents, prefill_latents
+from engine.kernels.expanded_latents import (
+    Chunks,
+    ExpandedTiles,
+    attend_expanded,
+    capacity_of,
+    expand_latents,
+    expand_stages,
+    expanded_tiles,
+)
+from engine.kernels.paged_latents import LatentTiles, chunk_tiles, decode_latents, prefill_latents
 from engine.kernels.write_kv import write_rows
 from engine.latent_attention import LatentHeads, latent_prefill, latents_reader, values_of
 from tests.engine.kernels.paged import DEVICE, relative_error
@@ -146,36 +153,25 @@ def test_chunks_with_a_place_in_a_workspace_are_expanded_and_others_absorbed(
 
 
 @pytest.mark.parametrize(
-    ("shared_kib", "dtype", "expected"),
+    ("shared_kib", "number_bytes", "widths", "expected"),
     [
-        (227, torch.bfloat16, (64, 128, 64, 3)),
-        (227, torch.float32, (16, 64, 32, 2)),
-        (163, torch.bfloat16, (16, 128, 64, 2)),
-        (99, torch.bfloat16, (16, 64, 32, 2)),
-        (0, torch.float32, (16, 64, 32, 2)),
+        (227, 2, (192, 128), (64, 128, 3, 3)),
+        (227, 4, (192, 128), (16, 128, 1, 2)),
+        (227, 2, (320, 256), (64, 128, 2, 3)),
+        (163, 2, (192, 128), (16, 128, 2, 3)),
+        (99, 2, (192, 128), (16, 128, 1, 2)),
+        (99, 4, (192, 128), (16, 64, 1, 1)),
+        (0, 4, (192, 128), (64, 128, 3, 3)),
     ],
 )
 def test_a_launch_takes_no_more_shared_memory_than_a_card_has(
-    shared_kib: int, dtype: torch.dtype, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    shared_kib: int, number_bytes: int, widths: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr("engine.kernels.devices.shared_memory_bytes", lambda device: shared_kib * KIB)
-    like = torch.empty(1, dtype=dtype)
-    absorbed, expanded = largest_of(CHUNK_TILES, like), largest_of(TILES, like)
-    assert (absorbed.rows, expanded.rows, expanded.tokens, expanded.num_stages) == expected
-
-
-def test_the_smallest_launches_say_the_same() -> None:
-    """Those that a card without room has, or none."""
-    case = Case(2, 32, 16, CONTEXTS)
-    starts = [0, *accumulate(CHUNKS)]
-    query = case.query[: starts[-1]]
-    chunks = Chunks(case.tables, torch.tensor(starts, dtype=torch.int32, device=DEVICE), case.lens)
-    mixed = torch.zeros((*query.shape[:2], 32), device=DEVICE)
-    prefill_latents(*case.halves(query), case.layer, *chunks, RULE.scale, mixed, capacity=PLACES[-1])
-    output = case.values(mixed).contiguous()
-    where = chunks, PLACES[-1], RULE.scale, output
-    attend_expanded(query, case.layer, case.heads.weight, NOPE, *where)
-    assert relative_error(output, case.expected(query, starts)) < 5e-6
+    memory = number_bytes, shared_kib * 1024
+    found = expanded_tiles(*widths, *memory)
+    assert (chunk_tiles(*memory).rows, found.rows, found.num_stages, expand_stages(256, *memory)) == expected
+    numbers = found.rows * widths[0] + found.num_stages * found.tokens * sum(widths)
+    assert numbers * number_bytes <= shared_kib * 1024 or not shared_kib
 
 
 def test_a_workspace_has_places_for_the_longest_contexts_within_its_bytes() -> None:
@@ -184,6 +180,19 @@ def test_a_workspace_has_places_for_the_longest_contexts_within_its_bytes() -> N
     assert capacity_of(128, tables, 16, weight) == 8 * 9 * 16
     longest = torch.zeros(2, 1 << 16, dtype=torch.int32, device="meta")
     assert capacity_of(128, longest, 64, weight) == 131_072
+
+
+def test_halves_of_wide_heads_are_made_one_after_the_other() -> None:
+    nope, value = 160, 144
+    case = Case(1, 32, lengths=[130])
+    weight = torch.randn(2, nope + value, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    starts = torch.tensor([0, 130], dtype=torch.int32, device=DEVICE)
+    heads, rotary = expand_latents(case.layer, weight, nope, Chunks(case.tables, starts, case.lens), 256)
+    latents, turned = (field.flatten(0, 2)[case.slots] for field in case.layer)
+    assert relative_error(heads[:, :130], torch.einsum("hdr,kr->hkd", weight, latents)) < 5e-6
+    assert torch.equal(rotary[:130], turned)
+    assert not heads[:, 130:].any()
+    assert not rotary[130:].any()
 
 
 def test_padding_has_no_part_and_is_zeros() -> None:
