@@ -38,7 +38,7 @@ from engine.chunk_sizes import chunk_limit
 from engine.decode_slack import Decoding, decode_load, decodes_after, decodes_now, predicted_step_s
 from engine.sequence import Sequence, require_tokens
 from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult, may_lose_prefix, shares_chunk
-from engine.swap_space import Swap, SwapSpace
+from engine.swap_space import MEASURED_TOKENS, Swap, SwapSpace
 
 SCORED_TOKENS = 512
 """Tokens of prompts whose logits are all wanted, in one step at most: 150 MB of a large vocabulary."""
@@ -322,7 +322,7 @@ class Scheduler:
 
     def _measured(self, plan: StepPlan, seconds: float) -> None:
         """Learn from how long a step took."""
-        if plan.num_tokens >= self.chunk_tokens:
+        if plan.num_tokens >= min(self.chunk_tokens, MEASURED_TOKENS):
             self._swap_space.computed(plan.num_tokens, seconds)
         self._num_committed += 1
         is_usual = plan.entries and not plan.swaps

@@ -23,6 +23,11 @@ from engine.sequence import Sequence, Swapped
 
 MEASURED_BLOCKS = 16
 
+MEASURED_TOKENS = 512
+"""Tokens of a step that says what recomputing costs, where no smaller one is full.
+
+One beside sequences that decode has few thousands at most, whatever there is memory for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:

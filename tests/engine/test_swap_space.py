@@ -92,6 +92,15 @@ def test_whichever_takes_less_time_is_done(block_s: float, num_swaps: int) -> No
     assert (young.swapped is not None) == bool(num_swaps)
 
 
+def test_a_chunk_says_what_recomputing_costs_though_a_step_may_have_many_more_tokens() -> None:
+    bench = Bench(num_blocks=140, chunk_tokens=8192, max_model_len=600, num_slots=9, block_s=10.0)
+    sequence = make_sequence("long", range(512), max_tokens=4)
+    bench.scheduler.add(sequence)
+    bench.step_s = 6.0
+    assert bench.step() is not None
+    assert not bench.swap_space.move_out(sequence, 1), "20 s to go there and back"
+
+
 def test_without_room_in_host_memory_it_is_computed_again() -> None:
     bench = Bench(num_blocks=9, chunk_tokens=16, num_slots=3)
     _, young = two_that_do_not_fit(bench)
