@@ -24,7 +24,7 @@ from engine.cuda_graph import (
     mixed_ladder,
     prompt_ladder,
 )
-from engine.kernels.expanded_latents import CONTEXTS, WORKSPACE_BYTES
+from engine.kernels.expanded_latents import workspace_keys
 from engine.long_chunks import MIN_TOKENS, padded_tokens
 
 FLOAT_BYTES = 4
@@ -50,7 +50,8 @@ def step_bytes(
     numbers += (rows + _captured_rows(chunk_tokens, max_batch, context_tokens)) * vocab
     if chunk_tokens >= MIN_TOKENS // 2:
         numbers += context_tokens * _seen_width(text, layout)
-    made_bytes = min(WORKSPACE_BYTES, CONTEXTS * context_tokens * _made_width(text, layout) * dtype.itemsize)
+    key_bytes = _made_width(text, layout) * dtype.itemsize
+    made_bytes = workspace_keys(context_tokens, key_bytes) * key_bytes if key_bytes else 0
     return numbers * dtype.itemsize + rows * vocab * FLOAT_BYTES + made_bytes
 
 

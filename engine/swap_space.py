@@ -24,9 +24,9 @@ from engine.sequence import Sequence, Swapped
 MEASURED_BLOCKS = 16
 
 MEASURED_TOKENS = 512
-"""Tokens of a step that says what recomputing costs, where no smaller one is full.
+"""Tokens from which a step says what recomputing costs, or `chunk_tokens`, if those are fewer.
 
-One beside sequences that decode has few thousands at most, whatever there is memory for."""
+Beside sequences that decode, a step seldom has thousands, whatever there is memory for."""
 
 
 @dataclass(frozen=True, slots=True)

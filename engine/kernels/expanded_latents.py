@@ -12,7 +12,6 @@ on the device from the chunks' lengths; launches depend on shapes alone, so that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ import triton.language as tl
 
 from engine.kernels.devices import shared_memory_bytes
 from engine.kernels.key_parts import (
-    LEAST_KEYS,
     _part_of_keys,
     _write_absent,
     _write_part,
@@ -30,6 +28,7 @@ from engine.kernels.key_parts import (
     part_buffers,
 )
 from engine.kernels.paged_layer import LOG2_E
+from engine.kernels.paged_prefill import PrefillTiles
 
 LEAST_TOKENS = 128
 """Tokens of a chunk from which K and V are made for it."""
@@ -69,30 +68,14 @@ class Chunks(NamedTuple):
     """[num_seqs] int32; the context of each, with the chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpandedTiles:
-    """Launch parameters that change speed and not the result (but for rounding)."""
-
-    rows: int
-    """Query tokens of a program."""
-    tokens: int
-    """Keys read at a time; a divisor of TILE."""
-    num_warps: int
-    num_stages: int
-    parts: int = 0
-    """Parts that the keys of a tile are cut into at most; 0: by the number of tiles."""
-    least_keys: int = LEAST_KEYS
-    """Number of keys of a tile for each of which it has one more part."""
-
-
 TILES = (
-    *(ExpandedTiles(rows=128, tokens=64, num_warps=8, num_stages=stages) for stages in (3, 2, 1)),
-    ExpandedTiles(rows=64, tokens=32, num_warps=4, num_stages=1),
+    *(PrefillTiles(rows=128, tokens=64, num_warps=8, num_stages=stages) for stages in (3, 2, 1)),
+    PrefillTiles(rows=64, tokens=32, num_warps=4, num_stages=1),
 )
-"""Launches, the fastest first."""
+"""Launches, the fastest first; a KV head has one query head, and tokens read at a time divide TILE."""
 
 
-def expanded_tiles(key_width: int, value_width: int, number_bytes: int, shared_bytes: int) -> ExpandedTiles:
+def expanded_tiles(key_width: int, value_width: int, number_bytes: int, shared_bytes: int) -> PrefillTiles:
     """Return the first of `TILES` that fits into the shared memory of a program; the last if none does.
 
     Heads of GLM Lite are wider than DeepSeek's, and of three stages on an H200 take 74 KB more than there is.
@@ -125,8 +108,12 @@ def capacity_of(num_tokens: int, tables: torch.Tensor, block_size: int, weight: 
     if num_tokens < LEAST_TOKENS:
         return 0
     key_bytes = weight.shape[0] * weight.shape[1] * weight.element_size()
-    most_keys = CONTEXTS * tables.shape[1] * block_size
-    return min(-(-most_keys // TILE), WORKSPACE_BYTES // key_bytes // TILE) * TILE
+    return workspace_keys(tables.shape[1] * block_size, key_bytes)
+
+
+def workspace_keys(context_tokens: int, key_bytes: int) -> int:
+    """Return the places of any step's workspace: for `CONTEXTS` of the longest, within `WORKSPACE_BYTES`."""
+    return min(-(-CONTEXTS * context_tokens // TILE), WORKSPACE_BYTES // key_bytes // TILE) * TILE
 
 
 def attend_expanded(
@@ -138,7 +125,7 @@ def attend_expanded(
     capacity: int,
     scale: float,
     output: torch.Tensor,
-    tiles: ExpandedTiles | None = None,
+    tiles: PrefillTiles | None = None,
 ) -> None:
     """Write the causal attention of those chunks that have a place in a workspace of `capacity` keys.
 

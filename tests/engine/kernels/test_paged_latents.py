@@ -10,7 +10,6 @@ from engine.attention import AttentionRule
 from engine.kernels.decode_parts import PartCounts, decode_parts
 from engine.kernels.expanded_latents import (
     Chunks,
-    ExpandedTiles,
     attend_expanded,
     capacity_of,
     expand_latents,
@@ -18,6 +17,7 @@ from engine.kernels.expanded_latents import (
     expanded_tiles,
 )
 from engine.kernels.paged_latents import LatentTiles, chunk_tiles, decode_latents, prefill_latents
+from engine.kernels.paged_prefill import PrefillTiles
 from engine.kernels.write_kv import write_rows
 from engine.latent_attention import LatentHeads, latent_prefill, latents_reader, values_of
 from tests.engine.kernels.paged import DEVICE, relative_error
@@ -147,7 +147,7 @@ def test_chunks_with_a_place_in_a_workspace_are_expanded_and_others_absorbed(
         is_absorbed
         == [num < 128 or place > capacity for num, place in zip(CHUNKS, PLACES, strict=True)][:num_seqs]
     )
-    launch = ExpandedTiles(rows=64, tokens=64, num_warps=4, num_stages=1, parts=parts, least_keys=64)
+    launch = PrefillTiles(rows=64, tokens=64, num_warps=4, num_stages=1, parts=parts, least_keys=64)
     attend_expanded(query, case.layer, case.heads.weight, NOPE, chunks, capacity, RULE.scale, output, launch)
     assert relative_error(output, case.expected(query, starts)) < 5e-6
 
